@@ -1,0 +1,103 @@
+"""An experiment: the configs of all components in one typed object, and the checks that span them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from jaxpar.data import DataConfig
+from jaxpar.errors import ConfigError, divisors
+from jaxpar.mesh.axes import MeshConfig
+from jaxpar.mesh.rules import BATCH_AXES, ShardingRules
+from jaxpar.models.decoder import DecoderConfig
+from jaxpar.optim.optimizers import AdamWConfig, SGDConfig
+from jaxpar.tasks.language_model import LanguageModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How long, how much at once, and what is kept."""
+
+    steps: int = 1000  # optimizer steps of the whole run
+    global_batch: int = 32  # sequences per optimizer step
+    microbatches: int = 1  # pieces a step is cut into; gradients add up
+    seq_len: int = 256  # tokens per sequence
+    seed: int = 0  # of weights and of the order of data
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"  # matrix products; auto: bfloat16, on a CPU float32
+    remat: Literal["none", "dots", "qkv", "full"] = "none"  # what the backward pass recomputes in a layer
+    eval_every: int = 200  # steps between evaluations; there is always one at the end
+    eval_batches: int = 20  # batches of an evaluation at most
+    checkpoint_every: int = 500  # steps between checkpoints; there is always one at the end
+    keep_checkpoints: int = 2  # the newest ones to keep
+    log_every: int = 1  # steps between lines of metrics.jsonl
+    max_skipped: int = 5  # consecutive non-finite steps, each skipped whole, after which the run stops
+
+    def validate(self) -> None:
+        """Raise ConfigError for counts that cannot be."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < (0 if field.name in ("seed", "max_skipped") else 1):
+                least = 0 if field.name in ("seed", "max_skipped") else 1
+                raise ConfigError(f"train.{field.name}", value, "is too small", f"{least} or more")
+        if self.global_batch % self.microbatches:
+            raise ConfigError(
+                "train.microbatches",
+                self.microbatches,
+                f"does not divide train.global_batch {self.global_batch}",
+                divisors(self.global_batch),
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything a run depends on, but the devices."""
+
+    model: DecoderConfig = DecoderConfig()
+    task: LanguageModelConfig = LanguageModelConfig()
+    data: DataConfig = DataConfig()
+    optim: AdamWConfig | SGDConfig = AdamWConfig()
+    train: TrainConfig = TrainConfig()
+    mesh: MeshConfig = MeshConfig()
+    rules: ShardingRules = ShardingRules()
+
+    def validate(self) -> None:
+        """Check every component by itself. Raises ConfigError."""
+        for part in (self.model, self.task, self.data, self.optim, self.train, self.rules):
+            part.validate()
+
+    def validate_on(self, sizes: dict[str, int]) -> None:
+        """Check what must divide on a mesh of these axis sizes (the weights are checked where they are laid out)."""
+        if sizes["pipe"] > 1:
+            raise ConfigError("mesh.pipe", sizes["pipe"], "needs a pipeline schedule, which there is none of yet", "1")
+        ways = math.prod(sizes[a] for a in BATCH_AXES)
+        piece = self.train.global_batch // self.train.microbatches
+        if piece % ways:
+            shards = " x ".join(f"mesh.{a} {sizes[a]}" for a in BATCH_AXES if sizes[a] > 1)
+            raise ConfigError(
+                "train.global_batch",
+                self.train.global_batch,
+                f"in {self.train.microbatches} microbatches gives {piece} sequences, not divisible by {shards}",
+                f"multiples of {ways * self.train.microbatches}",
+            )
+        cut = sizes["context"] * sizes["tensor"]
+        if self.train.seq_len % cut:
+            axes = " x ".join(f"mesh.{a} {sizes[a]}" for a in ("context", "tensor") if sizes[a] > 1)
+            raise ConfigError("train.seq_len", self.train.seq_len, f"is not divisible by {axes}", f"multiples of {cut}")
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers that enter the compiled step as arguments: changing them recompiles nothing."""
+        return {**self.optim.scalars(self.train.steps), **self.task.scalars()}
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of a step, padding included."""
+        return self.train.global_batch * self.train.seq_len
+
+    def compute_dtype(self, platform: str) -> Any:
+        """The dtype of matrix products on ``platform``."""
+        import jax.numpy as jnp
+
+        if self.train.compute == "auto":
+            return jnp.float32 if platform == "cpu" else jnp.bfloat16
+        return jnp.dtype(self.train.compute)

@@ -1,0 +1,55 @@
+"""The six mesh axes, always all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.errors import ConfigError, divisors
+
+MESH_AXES = ("data", "fsdp", "pipe", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices. One of them may be -1: whatever is left."""
+
+    data: int = 1  # replicas: whole copies of the (sharded) state, each with its part of the batch
+    fsdp: int = -1  # ZeRO shards: a part of the batch and, by stage, of optimizer state, gradients, parameters
+    pipe: int = 1  # pipeline stages
+    expert: int = 1  # expert shards; a part of the batch too
+    context: int = 1  # shards of the sequence
+    tensor: int = 1  # shards of heads, MLP width and vocabulary; norms and residuals are sharded over the sequence
+
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """Axis sizes for ``num_devices`` devices, in mesh order. Raises ConfigError when they do not multiply out."""
+        sizes = {a: getattr(self, a) for a in MESH_AXES}
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(f"mesh.{axis}", size, "is not a size", "a positive integer, or -1 for what is left")
+        free = [a for a in MESH_AXES if sizes[a] == -1]
+        if len(free) > 1:
+            raise ConfigError(f"mesh.{free[1]}", -1, f"is the second free axis beside mesh.{free[0]}", "one -1 at most")
+        fixed = math.prod(s for s in sizes.values() if s != -1)
+        asked = " x ".join(f"{a} {s}" for a, s in sizes.items() if s not in (1, -1)) or "1"
+        if num_devices % fixed or (not free and fixed != num_devices):
+            raise ConfigError(
+                "mesh",
+                asked,
+                f"needs {'a multiple of ' if free else ''}{fixed} devices, there are {num_devices}",
+                f"sizes whose product {'divides' if free else 'is'} {num_devices}, from {divisors(num_devices)}",
+            )
+        for axis in free:
+            sizes[axis] = num_devices // fixed
+        return sizes
+
+
+def make_mesh(sizes: dict[str, int], devices: Sequence[Any]) -> Any:
+    """A ``jax.sharding.Mesh`` of all six axes, Explicit axis types, over ``devices`` in their order."""
+    import jax
+    import numpy as np
+
+    grid = np.asarray(devices, dtype=object).reshape([sizes[a] for a in MESH_AXES])
+    return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(MESH_AXES))

@@ -1,0 +1,95 @@
+"""The devices that are there: attached accelerators, or this CPU cut into virtual devices.
+
+``start_devices`` must run before anything else starts JAX's backend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from jaxpar.errors import ConfigError, JaxparError
+
+# Dense peak FLOP/s per chip (JAX device) for bf16 matrix products; vendors' product pages, without sparsity.
+PEAK_BF16_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 1153.5e12,  # per core of the two-core chip
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+
+
+def start_devices(count: int | None = None) -> list[Any]:
+    """Start JAX and return its devices.
+
+    ``count``: how many devices to use. On a machine without accelerators the CPU is cut into that many virtual devices
+    (default 1). Raises ConfigError when an accelerator machine has fewer.
+    """
+    if count is not None and count < 1:
+        raise ConfigError("--devices", count, "is not a number of devices", "a positive integer")
+    quiet_plugins()
+    import contextlib
+
+    import jax
+
+    if count:
+        with contextlib.suppress(RuntimeError):  # the backend has started already, with as many as it has
+            jax.config.update("jax_num_cpu_devices", count)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise JaxparError(f"no usable device: {' '.join(str(error).split())}") from None
+    if count and len(devices) < count:
+        raise ConfigError("--devices", count, "devices are not there", f"1 to {len(devices)} ({devices[0].platform})")
+    return devices[: count or len(devices)]
+
+
+def quiet_plugins() -> None:
+    """Without an accelerator in sight, keep installed accelerator plugins from probing for one (and complaining)."""
+    if "JAX_PLATFORMS" in os.environ:
+        return
+    seen = any(os.path.exists(p) for p in ("/dev/nvidia0", "/dev/accel0", "/dev/vfio/0", "/dev/kfd", "/dev/dxg"))
+    plugins = any(importlib.util.find_spec(name) for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))
+    if plugins and not seen and "TPU_NAME" not in os.environ and "COLAB_TPU_ADDR" not in os.environ:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        import sys
+
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
+def peak_flops(devices: list[Any]) -> tuple[float, str]:
+    """Peak FLOP/s of all ``devices`` together, and where the figure comes from ("" when there is none)."""
+    kind, platform = devices[0].device_kind, devices[0].platform
+    if platform == "cpu":
+        return measured_matmul_flops(), "this CPU's own fp32 matrix product, measured at start"
+    for name in sorted(PEAK_BF16_FLOPS, key=len, reverse=True):
+        if name in kind:
+            return PEAK_BF16_FLOPS[name] * len(devices), f"{name} bf16 peak"
+    return 0.0, ""
+
+
+def measured_matmul_flops(size: int = 1024, repeats: int = 5) -> float:
+    """FLOP/s of an fp32 ``size`` x ``size`` matrix product on all cores of this CPU (the best of ``repeats``)."""
+    import time
+
+    import jax
+    import jax.numpy as jnp
+
+    cpu = jax.devices("cpu")[0]
+    x = jax.device_put(jnp.ones((size, size), jnp.float32), cpu)
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,168 @@
+"""A decoder-only transformer: Llama-, GPT- and Qwen3-class models by config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.errors import ConfigError, divisors
+from jaxpar.models import rope
+from jaxpar.models.layers import GATED, DecoderLayer, RMSNorm, weight
+from jaxpar.models.layout import Layout, SingleDevice
+from jaxpar.models.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder."""
+
+    vocab_size: int = 320  # rows of the embedding; at least the tokenizer's
+    num_layers: int = 4
+    embed: int = 256  # width of the residual stream
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int | None = None  # width of a head; none: embed / num_heads
+    mlp_width: int = 1024
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    qkv_bias: bool = False
+    out_bias: bool = False  # bias of the attention output
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
+    sliding_window: int | None = None  # positions a query sees, itself included; none: all earlier ones
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
+    tie_embeddings: bool = False  # the head is the embedding transposed
+    embed_scale: bool = False  # multiply embeddings by sqrt(embed) (Gemma)
+    norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    scan_unroll: int = 1  # layers per iteration of the layer scan: more is faster to run, slower to compile
+
+    @property
+    def width_of_head(self) -> int:
+        """``head_dim``, given or derived."""
+        return self.head_dim or self.embed // self.num_heads
+
+    def residual_std(self, fan_in: int) -> float:
+        """Weights that write to the residual start smaller, by the square root of how many there are (GPT-2)."""
+        return (fan_in * 2 * self.num_layers) ** -0.5
+
+    def validate(self) -> None:
+        """Raise ConfigError for a shape no decoder has."""
+        for name in (
+            "vocab_size", "num_layers", "embed", "num_heads", "num_kv_heads", "mlp_width", "scan_unroll",
+            "head_dim", "sliding_window", "attention_softcap", "logit_softcap", "norm_eps",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"model.{name}", value, "is not positive", "a positive number")
+        if self.head_dim is None and self.embed % self.num_heads:
+            raise ConfigError(
+                "model.num_heads", self.num_heads, f"does not divide model.embed {self.embed}", divisors(self.embed)
+            )
+        if self.width_of_head % 2:
+            raise ConfigError("model.head_dim", self.width_of_head, "is odd, rotary positions need pairs", "even sizes")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "model.num_kv_heads",
+                self.num_kv_heads,
+                f"does not divide model.num_heads {self.num_heads}",
+                divisors(self.num_heads),
+            )
+        if self.num_layers % self.scan_unroll:
+            raise ConfigError(
+                "model.scan_unroll",
+                self.scan_unroll,
+                f"does not divide model.num_layers {self.num_layers}",
+                divisors(self.num_layers),
+            )
+        self.rope.validate()
+
+    def matmul_parameters(self) -> int:
+        """Weights that multiply activations: every matrix but the embedding lookup."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.width_of_head
+        mlp = (3 if self.mlp in GATED else 2) * self.mlp_width
+        return self.num_layers * self.embed * (heads + mlp) + self.embed * self.vocab_size
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward per token: 6 per matrix weight, and attention's two products.
+
+        Causal attention counts as half (a window as its band), recomputation does not count (PaLM, appendix B).
+        """
+        window = min(self.sliding_window or seq_len, seq_len)
+        keys = window - window * (window - 1) / (2 * seq_len)  # keys per query, averaged over the sequence
+        attention = 12 * self.num_layers * self.num_heads * self.width_of_head * keys
+        return 6 * self.matmul_parameters() + attention
+
+
+class Embedding(nnx.Module):
+    """The table of token vectors."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        std = config.embed**-0.5 if config.tie_embeddings else 1.0
+        self.table = weight(rngs, std, vocab=config.vocab_size, embed=config.embed)
+
+
+class Head(nnx.Module):
+    """The matrix from the residual to logits."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.kernel = weight(rngs, config.embed**-0.5, embed=config.embed, vocab=config.vocab_size)
+
+
+class Decoder(nnx.Module):
+    """Embedding, scanned layers, final norm, head."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = Embedding(config, rngs=rngs)
+        self.layers = stack(lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)), rngs, config.num_layers)
+        self.final_norm = RMSNorm(config.norm_eps, embed=config.embed)
+        self.head = None if config.tie_embeddings else Head(config, rngs=rngs)
+
+    def hidden(
+        self, tokens_BS: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None, layout: Layout
+    ) -> tuple[jax.Array, jax.Array]:
+        """The final residual [B, S, D] (sequence-sharded as the layout has it) and the head matrix [D, V]."""
+        table_VD = layout.gather(self.embedding).table[...]
+        x_BSD = layout.embed(table_VD, tokens_BS)
+        if self.config.embed_scale:
+            x_BSD = x_BSD * jnp.asarray(self.config.embed**0.5, x_BSD.dtype)
+        cos, sin = rope.tables(self.config.rope, self.config.width_of_head, positions_BS)
+        graph, params = nnx.split(self.layers)
+
+        def layer(x_BSD: jax.Array, params: Any, cos: Any, sin: Any, segments_BS: Any) -> jax.Array:
+            return layout.gather(nnx.merge(graph, params))(x_BSD, cos, sin, segments_BS, layout)
+
+        layer = layout.remat(layer)
+        x_BSD, _ = jax.lax.scan(
+            lambda x, p: (layer(x, p, cos, sin, segments_BS), None), x_BSD, params, unroll=self.config.scan_unroll
+        )
+        x_BSD = layout.gather(self.final_norm)(x_BSD)
+        head_DV = table_VD.T if self.head is None else layout.gather(self.head).kernel[...]
+        return x_BSD, head_DV
+
+    def __call__(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array | None = None,
+        segments_BS: jax.Array | None = None,
+        layout: Layout = SingleDevice(),  # noqa: B008 (frozen)
+    ) -> jax.Array:
+        """Logits [B, S, V] in fp32, for small batches on one device; training never makes them whole."""
+        if positions_BS is None:
+            positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+        x_BSD, head_DV = self.hidden(tokens_BS, positions_BS, segments_BS, layout)
+        logits = jnp.einsum("bsd,dv->bsv", x_BSD, head_DV, preferred_element_type=jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def stack(make: Any, rngs: nnx.Rngs, count: int) -> Any:
+    """``count`` modules as one whose weights have a leading ``layers`` axis; layer ``i`` has the i-th key."""
+    keys = jax.random.split(rngs.params(), count)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(keys[0])))
+    return nnx.merge(graph, jax.vmap(lambda key: nnx.split(make(key))[1])(keys))

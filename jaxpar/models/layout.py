@@ -1,0 +1,97 @@
+"""What a model asks of the place it runs in; the plain, single-device answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.models.attention import Mask, attention
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+class Layout(Protocol):
+    """The collectives of a decoder. Inside a mesh every array is this device's part."""
+
+    def gather(self, module: M) -> M:
+        """The same module with whole weights (ZeRO-3 all-gathers them here), matrices in the compute dtype."""
+        ...
+
+    def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Rows of a vocabulary-sharded table, as a sequence-sharded residual [B, S, D]."""
+        ...
+
+    def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
+        """From the sequence-sharded residual to the whole sequence, for a layer whose ``split`` axis is sharded."""
+        ...
+
+    def leave(self, y_BSD: jax.Array, split: str) -> jax.Array:
+        """Sum the partial products over the shards of ``split``, back to the sequence-sharded residual."""
+        ...
+
+    def attention(
+        self, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BS: jax.Array | None, mask: Mask
+    ) -> jax.Array:
+        """Causal attention of the whole sequence, [B, S, H, K]."""
+        ...
+
+    def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer function under the rematerialisation policy."""
+        ...
+
+
+def map_parameters(module: M, function: Callable[[tuple[str, ...], Any], Any]) -> M:
+    """The module with every parameter's value replaced by ``function(logical_axes, value)``."""
+    graph, params = nnx.split(module)
+    values = [
+        variable.replace(function(variable.get_metadata("logical_axes"), variable.get_value()))
+        for variable in jax.tree.leaves(params, is_leaf=_is_variable)
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(params, is_leaf=_is_variable), values))
+
+
+def compute_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
+    """Matrices compute in ``dtype``; norm scales and biases stay fp32."""
+    return dtype if len([a for a in axes if a != "layers"]) > 1 else jnp.float32
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleDevice:
+    """Everything is here already."""
+
+    dtype: Any = "float32"
+
+    def gather(self, module: M) -> M:
+        """Cast the matrices."""
+        return map_parameters(module, lambda axes, w: w.astype(compute_dtype(axes, self.dtype)))
+
+    def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Plain lookup."""
+        return table_VD[tokens_BS]
+
+    def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
+        """The identity."""
+        return x_BSD
+
+    def leave(self, y_BSD: jax.Array, split: str) -> jax.Array:
+        """The identity."""
+        return y_BSD
+
+    def attention(
+        self, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BS: jax.Array | None, mask: Mask
+    ) -> jax.Array:
+        """Chunked attention."""
+        return attention(q_BSHK, k_BTGK, v_BTGK, segments_BS, segments_BS, mask)
+
+    def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """Nothing is recomputed."""
+        return layer

@@ -1,0 +1,81 @@
+"""Rotary position embeddings (Su et al., arXiv:2104.09864) with the common context extensions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Frequencies of the rotation. The scalings follow Hugging Face's ``rope_scaling`` of the same names."""
+
+    theta: float = 10_000.0
+    scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
+    factor: float = 1.0  # how many times longer than original_length
+    original_length: int = 8192  # tokens the model was first trained at (llama3, yarn)
+    low_frequency_factor: float = 1.0  # llama3: wavelengths above original_length / this are scaled whole
+    high_frequency_factor: float = 4.0  # llama3: those below original_length / this are left alone
+    beta_fast: float = 32.0  # yarn: rotations over original_length above which a frequency is left alone
+    beta_slow: float = 1.0  # yarn: and below which it is scaled whole
+
+    def validate(self) -> None:
+        """Raise ConfigError for frequencies that cannot be."""
+        for name in ("theta", "factor", "original_length"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"model.rope.{name}", getattr(self, name), "is not positive", "a positive number")
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise ConfigError(
+                "model.rope.high_frequency_factor",
+                self.high_frequency_factor,
+                "is not above low_frequency_factor",
+                f"more than {self.low_frequency_factor}",
+            )
+
+
+def frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angular frequencies [head_dim / 2] in radians per position, and the factor on cos and sin (yarn; else 1)."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    theta = config.theta
+    if config.scaling == "ntk":  # one base for all, so that the lowest frequency is divided by the factor
+        theta *= config.factor ** (head_dim / (head_dim - 2))
+    plain = theta**-exponents
+    if config.scaling in ("none", "ntk"):
+        return plain, 1.0
+    if config.scaling == "linear":
+        return plain / config.factor, 1.0
+    if config.scaling == "llama3":  # Llama 3.1: smooth between the two wavelengths
+        rotations = config.original_length * plain / (2 * math.pi)
+        low, high = config.low_frequency_factor, config.high_frequency_factor
+        keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        return keep * plain + (1 - keep) * plain / config.factor, 1.0
+
+    # YaRN (arXiv:2309.00071): a linear ramp over dimensions between the two numbers of rotations.
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(config.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(dimension(config.beta_fast)), 0)
+    last = min(math.ceil(dimension(config.beta_slow)), head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    return plain * (1 - ramp) + plain / config.factor * ramp, 0.1 * math.log(config.factor) + 1.0
+
+
+def tables(config: RopeConfig, head_dim: int, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, S, K / 2] in fp32 of each position's angles."""
+    freq, scale = frequencies(config, head_dim)
+    angles = positions_BS[..., None].astype(jnp.float32) * jnp.asarray(freq, jnp.float32)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x_BSHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the two halves of each head, in fp32, back to the dtype of ``x``."""
+    a, b = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)

@@ -1,0 +1,11 @@
+"""How a model runs on a mesh: the code inside ``shard_map``.
+
+Read ``layout.py`` first: it is the mesh form of ``models.Layout``, and every collective of a decoder's forward pass is
+written there. ``collectives.py`` has the weight gathers whose backward is ZeRO's reduce-scatter, ``cross_entropy.py``
+the vocabulary-parallel loss, ``attention.py`` the choice of kernel by platform, ``gradients.py`` the microbatch scan
+and the reductions of each ZeRO stage.
+
+The convention that keeps gradients right: inside the map every array differs over every mesh axis with more than one
+device. A device differentiates its own share of the loss; shares add up to the loss; nothing replicated is
+differentiated, so no ``psum`` is ever transposed.
+"""

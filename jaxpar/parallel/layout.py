@@ -1,0 +1,152 @@
+"""The mesh form of ``models.Layout``: every collective of a decoder's forward pass, in one file.
+
+Runs inside ``shard_map`` over all six axes. Residuals are [B / batch axes, S / (context, tensor), D]: tensor
+parallelism shards norms and residuals over the sequence (Korthikanti et al., arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.mesh.rules import ZERO_AXIS, ShardingRules, live
+from jaxpar.models.attention import Mask, attention
+from jaxpar.models.layout import compute_dtype, map_parameters
+from jaxpar.parallel.attention import Kernel, run_kernel
+from jaxpar.parallel.collectives import Lent, gather_weight, read_lent
+from jaxpar.parallel.cross_entropy import cross_entropy, default_chunk
+
+M = TypeVar("M", bound=nnx.Module)
+Remat = Literal["none", "dots", "qkv", "full"]
+GATHERED = "gathered_weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshLayout:
+    """One device's view of a decoder on a mesh."""
+
+    sizes: dict[str, int]  # of the mesh axes
+    rules: ShardingRules
+    zero_dims: dict[tuple[str, ...], int | None]  # logical axes of a leaf -> the dimension that ZeRO cuts
+    dtype: Any  # compute dtype
+    kernel: Kernel
+    remat_policy: Remat
+
+    def split(self, logical: str) -> str | None:
+        """The live mesh axis that splits ``logical``, if any."""
+        axes = live(self.rules.mesh_axes(logical), self.sizes)
+        return axes[0] if axes else None
+
+    def gather(self, module: M) -> M:
+        """Whole weights. ZeRO-3: an all-gather over fsdp per leaf (backward: reduce-scatter); else no collective."""
+        stacked = ("layers",)
+
+        def whole(axes: tuple[str, ...], value: Any) -> jax.Array:
+            dtype = compute_dtype(axes, self.dtype)
+            dim = self.zero_dims[axes] if axes in self.zero_dims else None
+            if dim is None and stacked + axes in self.zero_dims:  # one layer of a scanned stack
+                cut = self.zero_dims[stacked + axes]
+                dim = None if cut is None else cut - 1
+            if isinstance(value, Lent):
+                assert dim is not None
+                return read_lent(value.whole, value.shard, ZERO_AXIS, dim, dtype)
+            if self.rules.zero == 3 and dim is not None:
+                return jax.ad_checkpoint.checkpoint_name(gather_weight(value, ZERO_AXIS, dim, dtype), GATHERED)
+            return value.astype(dtype)
+
+        return map_parameters(module, whole)
+
+    def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Look up this device's rows, then a reduce-scatter over tensor from the vocabulary to the sequence."""
+        axis = self.split("vocab")
+        if axis is None:
+            return table_VD[self._own_sequence(tokens_BS)]
+        row = tokens_BS - jax.lax.axis_index(axis) * table_VD.shape[0]
+        here = (row >= 0) & (row < table_VD.shape[0])
+        x_BSD = jnp.where(here[..., None], table_VD[jnp.where(here, row, 0)], 0)
+        return jax.lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True)
+
+    def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
+        """All-gather the sequence over tensor; an MLP whose width is whole stays on its part of the sequence."""
+        if self.sizes["tensor"] == 1 or (split != "heads" and self.split(split) is None):
+            return x_BSD
+        return jax.lax.all_gather(x_BSD, "tensor", axis=1, tiled=True)
+
+    def leave(self, y_BSD: jax.Array, split: str) -> jax.Array:
+        """Reduce-scatter over tensor back to the sequence; the inverse of ``enter`` where nothing was split."""
+        if (axis := self.split(split)) is not None:
+            return jax.lax.psum_scatter(y_BSD, axis, scatter_dimension=1, tiled=True)
+        return self._own_sequence(y_BSD) if split == "heads" else y_BSD
+
+    def _own_sequence(self, x: jax.Array) -> jax.Array:
+        """This device's part of dimension 1 over tensor."""
+        if self.sizes["tensor"] == 1:
+            return x
+        size = x.shape[1] // self.sizes["tensor"]
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, 1)
+
+    def attention(
+        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array | None, mask: Mask
+    ) -> jax.Array:
+        """Heads are local. Over context, queries stay and keys and values are all-gathered."""
+        if self.sizes["context"] == 1:
+            return run_kernel(self.kernel, q_BSHK, k_BSGK, v_BSGK, segments_BS, mask)
+        k_BTGK, v_BTGK = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k_BSGK, v_BSGK))
+        segments_BT = (
+            None if segments_BS is None else jax.lax.all_gather(segments_BS, "context", axis=1, tiled=True)
+        )
+        offset = jax.lax.axis_index("context") * q_BSHK.shape[1]
+        return attention(q_BSHK, k_BTGK, v_BTGK, segments_BS, segments_BT, mask, offset)
+
+    def cross_entropy(
+        self,
+        x_BSD: jax.Array,
+        head_DV: jax.Array,
+        targets_BS: jax.Array,
+        mask_BS: jax.Array,
+        z_loss: jax.Array,
+        softcap: float | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """This device's share of (loss + z-loss, loss), summed over its valid tokens.
+
+        With a split vocabulary the sequence is all-gathered over tensor first.
+        """
+        axis = self.split("vocab")
+        if axis is None:
+            targets_BS, mask_BS = self._own_sequence(targets_BS), self._own_sequence(mask_BS)
+        else:
+            x_BSD = self.enter(x_BSD, "vocab")
+        h_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+        chunk = default_chunk(h_ND.shape[0], head_DV.shape[1])
+        return cross_entropy(
+            h_ND, head_DV, targets_BS.reshape(-1), mask_BS.reshape(-1), z_loss, softcap, axis, chunk
+        )
+
+    def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """What the backward pass recomputes.
+
+        ``none``: nothing but weight gathers; ``dots``: all but matrix products; ``qkv``: all but the inputs of
+        attention; ``full``: everything from the layer's input.
+        """
+        policies = jax.checkpoint_policies
+        if self.remat_policy == "full":
+            policy = policies.nothing_saveable
+        elif self.remat_policy == "dots":
+            policy = policies.dots_with_no_batch_dims_saveable
+        elif self.remat_policy == "qkv":
+            policy = policies.save_only_these_names("qkv")
+        elif self.rules.zero == 3 and self.sizes[ZERO_AXIS] > 1:
+            policy = _all_but_gathers
+        else:
+            return layer
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def _all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keep every intermediate except gathered weights, which ZeRO-3 gathers again for the backward pass."""
+    return primitive.name not in ("all_gather", "all_gather_invariant") and params.get("name") != GATHERED

@@ -1,0 +1,275 @@
+"""An Experiment bound to devices: initial state, one step, one evaluation, and where everything lies.
+
+The loss and its gradients run in one ``shard_map`` over all six axes (``parallel/``). The optimizer runs outside it, on
+whole arrays with Explicit shardings, so any optax transformation works on any layout. Nothing here needs the devices to
+exist: ``abstract_state`` and ``abstract_batch`` are enough to lower and compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar.experiment import Experiment
+from jaxpar.mesh.axes import make_mesh
+from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES, LeafLayout, place, spec
+from jaxpar.optim.routing import Group, group_of
+from jaxpar.parallel.attention import choose_kernel
+from jaxpar.parallel.gradients import Reducer
+from jaxpar.parallel.layout import MeshLayout
+
+State = dict[str, Any]  # params, opt, step (int32, steps taken), skipped (int32, non-finite ones among them)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """What is known of one parameter before it exists."""
+
+    name: str  # dotted path
+    axes: tuple[str, ...]  # logical axes
+    shape: tuple[int, ...]
+    layout: LeafLayout
+    group: Group
+
+
+class Program:
+    """``experiment`` on ``devices``. Raises ConfigError, before anything is compiled, where the two do not fit."""
+
+    def __init__(self, experiment: Experiment, devices: list[Any]):
+        experiment.validate()
+        self.experiment = experiment
+        self.sizes = experiment.mesh.resolve(len(devices))
+        experiment.validate_on(self.sizes)
+        self.mesh = make_mesh(self.sizes, devices)
+        self.platform = "gpu" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
+        self.dtype = experiment.compute_dtype(self.platform)
+        self.kernel, self.kernel_reason = choose_kernel(
+            self.platform,
+            seq_len=experiment.train.seq_len,
+            head_dim=experiment.model.width_of_head,
+            dtype=self.dtype,
+            documents_masked=experiment.data.mask_documents,
+            softcap=experiment.model.attention_softcap,
+            context=self.sizes["context"],
+        )
+        self._describe_parameters()
+        zero = experiment.rules.zero
+        self._stored = self._specs(sharded=zero == 3)
+        self._updated = self._specs(sharded=zero >= 1)
+        self._reducer = Reducer(self._layouts, self.sizes, zero)
+        self._layout = MeshLayout(
+            sizes=self.sizes,
+            rules=experiment.rules,
+            zero_dims={p.axes: p.layout.zero_dim for p in self.parameters},
+            dtype=self.dtype,
+            kernel=self.kernel,
+            remat_policy=experiment.train.remat,
+        )
+
+    def _describe_parameters(self) -> None:
+        """The abstract model: its structure, and for every parameter axes, layout and optimizer group."""
+        experiment = self.experiment
+        model = nnx.eval_shape(lambda: experiment.task.init(experiment.model, jax.random.key(0)))
+        self._graph, self._template = nnx.split(model)
+        shapes = nnx.to_pure_dict(self._template)
+        variables = jax.tree.leaves(self._template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        paths = [".".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+        self.parameters: list[Parameter] = []
+        for name, variable in zip(paths, variables, strict=True):
+            axes, shape = variable.get_metadata("logical_axes"), variable.get_value().shape
+            axes = ("layers", *axes) if len(axes) < len(shape) else axes
+            layout = place(name, axes, shape, self.sizes, experiment.rules)
+            self.parameters.append(Parameter(name, axes, shape, layout, group_of(name, axes)))
+        self._structure = jax.tree.structure(shapes)
+        self._layouts = self._tree([p.layout for p in self.parameters])
+        self._groups = self._tree([p.group for p in self.parameters])
+
+    def _tree(self, leaves: list[Any]) -> Any:
+        """``leaves``, one for each of ``parameters``, as a tree like the parameters."""
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _specs(self, sharded: bool) -> Any:
+        return self._tree([p.layout.sharded if sharded else p.layout.used for p in self.parameters])
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _new_state(self, seed: jax.Array) -> State:
+        model = self.experiment.task.init(self.experiment.model, jax.random.key(seed))
+        params = nnx.to_pure_dict(nnx.split(model)[1])
+        opt = self._transform(self.experiment.scalars()).init(params)
+        return {"params": params, "opt": opt, "step": jnp.int32(0), "skipped": jnp.int32(0)}
+
+    def _transform(self, scalars: dict[str, Any]) -> optax.GradientTransformation:
+        return self.experiment.optim.transform(scalars, self._groups)
+
+    @functools.cached_property
+    def _state_specs(self) -> State:
+        """PartitionSpecs of the state: parameters as stored, optimizer leaves as they are updated."""
+        shapes = jax.eval_shape(self._new_state, jax.ShapeDtypeStruct((), jnp.int32))
+        opt = optax.tree.map_params(
+            self._transform(self.experiment.scalars()),
+            lambda _, spec: spec,
+            shapes["opt"],
+            self._updated,
+            transform_non_params=lambda _: PartitionSpec(),
+        )
+        return {"params": self._stored, "opt": opt, "step": PartitionSpec(), "skipped": PartitionSpec()}
+
+    @functools.cached_property
+    def abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the state."""
+        shapes = jax.eval_shape(self._new_state, jax.ShapeDtypeStruct((), jnp.int32))
+
+        def struct(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(struct, shapes, self._state_specs)
+
+    def init(self, seed: int | None = None) -> State:
+        """The state at step 0, made in place on its shards; bit for bit the same on every mesh."""
+        seed = self.experiment.train.seed if seed is None else seed
+        with jax.set_mesh(self.mesh):
+            make = jax.sharding.auto_axes(self._new_state, out_sharding=self._state_specs)
+            return jax.jit(make)(jnp.int32(seed))
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """Of a training batch [A, B / A, S]."""
+        return PartitionSpec(None, *spec(self.sizes, BATCH_AXES, SEQ_AXES))
+
+    @functools.cached_property
+    def batch_keys(self) -> tuple[str, ...]:
+        """The arrays of a batch that the step reads."""
+        keys = ("tokens", "targets", "mask", "positions")
+        return (*keys, "segments") if self.experiment.data.mask_documents else keys
+
+    @functools.cached_property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a training batch."""
+        train = self.experiment.train
+        shape = (train.microbatches, train.global_batch // train.microbatches, train.seq_len)
+        sharding = NamedSharding(self.mesh, self.batch_spec)
+        kinds = {k: jnp.bool_ if k == "mask" else jnp.int32 for k in self.batch_keys}
+        return {k: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for k, kind in kinds.items()}
+
+    def put(self, batch: dict[str, np.ndarray], microbatches: int | None = None) -> dict[str, jax.Array]:
+        """This host's rows [B / hosts, S] of a batch, laid on the mesh as [A, B / A, S]; ``microbatches`` 0: [B, S]."""
+        pieces = self.experiment.train.microbatches if microbatches is None else microbatches
+        partition = self.batch_spec if pieces else PartitionSpec(*self.batch_spec[1:])
+        sharding = NamedSharding(self.mesh, partition)
+
+        def lay(key: str) -> jax.Array:
+            rows = np.asarray(batch[key], bool if key == "mask" else np.int32)
+            rows = rows.reshape(pieces, -1, rows.shape[-1]) if pieces else rows
+            return jax.make_array_from_process_local_data(sharding, rows)
+
+        return {key: lay(key) for key in self.batch_keys}
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def _in_mesh(self, function: Any, batch_spec: PartitionSpec, out_specs: Any) -> Any:
+        """``function(params, batch, scalars)`` inside a ``shard_map`` over all axes."""
+        return jax.shard_map(
+            function,
+            in_specs=(self._stored, batch_spec, PartitionSpec()),
+            out_specs=out_specs,
+            check_vma=self.kernel == "chunked",  # the other kernels carry no varying-axes types
+        )
+
+    def _objective(self, scalars: dict[str, jax.Array]) -> Any:
+        def objective(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            variables = jax.tree.leaves(self._template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            values = self._structure.flatten_up_to(params)
+            filled = [v.replace(x) for v, x in zip(variables, values, strict=True)]
+            shape = jax.tree.structure(self._template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            model = nnx.merge(self._graph, jax.tree.unflatten(shape, filled))
+            return self.experiment.task.objective(model, batch, scalars, self._layout)
+
+        return objective
+
+    def gradients(self, params: Any, batch: Any, scalars: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        """Mean-loss gradients over a batch [A, B / A, S] and the metrics ``loss`` and ``tokens``, for tracing."""
+
+        def local(params: Any, batch: Any, scalars: Any) -> Any:
+            return self._reducer.gradients(self._objective(scalars), params, batch)
+
+        grad_specs = self._updated
+        return self._in_mesh(local, self.batch_spec, (grad_specs, PartitionSpec()))(params, batch, scalars)
+
+    def update(
+        self, state: State, grads: Any, metrics: dict[str, jax.Array], scalars: dict[str, jax.Array]
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Clip, step the optimizer, skip the whole step where the loss or a gradient is not finite; for tracing."""
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+        clip = jnp.minimum(1.0, scalars["max_grad_norm"] / jnp.maximum(norm, 1e-16))
+        grads = jax.tree.map(lambda g: g * clip, grads)
+        params = jax.tree.map(jax.reshard, state["params"], self._updated)
+        updates, opt = self._transform(scalars).update(grads, state["opt"], params)
+        rate = scalars["learning_rate"] * self.experiment.optim.schedule.factor(state["step"], scalars)
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
+        params = jax.tree.map(lambda p, u: keep(p - rate * u, p), params, updates)
+        new_state = {
+            "params": jax.tree.map(jax.reshard, params, self._stored),
+            "opt": jax.tree.map(keep, opt, state["opt"]),
+            "step": state["step"] + 1,
+            "skipped": state["skipped"] + jnp.where(finite, 0, 1).astype(jnp.int32),
+        }
+        metrics = {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": new_state["skipped"]}
+        return new_state, metrics
+
+    def _step(self, state: State, batch: Any, scalars: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+        grads, metrics = self.gradients(state["params"], batch, scalars)
+        return self.update(state, grads, metrics, scalars)
+
+    def _evaluate(self, params: Any, batch: Any, scalars: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def local(params: Any, batch: Any, scalars: Any) -> Any:
+            return self._reducer.evaluate(self._objective(scalars), params, batch)
+
+        out = (PartitionSpec(), PartitionSpec())
+        return self._in_mesh(local, PartitionSpec(*self.batch_spec[1:]), out)(params, batch, scalars)
+
+    def scalars(self) -> dict[str, np.ndarray]:
+        """The experiment's traced numbers, as the step takes them."""
+        return {name: np.float32(value) for name, value in self.experiment.scalars().items()}
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """The step ``(state, batch, scalars) -> (state, metrics)``, lowered; the state is donated."""
+        with jax.set_mesh(self.mesh):
+            step = jax.jit(self._step, donate_argnums=0)
+            return step.lower(self.abstract_state, self.abstract_batch, self.scalars())
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """The compiled step ``(state, batch, scalars) -> (state, metrics)``; donates the state."""
+        return self.lower_step().compile()
+
+    @functools.cached_property
+    def evaluate(self) -> Any:
+        """Compiled: (params, batch [B, S], scalars) -> (loss summed over valid tokens in nats, valid tokens)."""
+        spec = PartitionSpec(*self.batch_spec[1:])
+        batch = {
+            k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(self.mesh, spec))
+            for k, x in self.abstract_batch.items()
+        }
+        with jax.set_mesh(self.mesh):
+            lowered = jax.jit(self._evaluate).lower(self.abstract_state["params"], batch, self.scalars())
+            return lowered.compile()
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+        return sum(int(np.prod(p.shape)) for p in self.parameters)

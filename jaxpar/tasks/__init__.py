@@ -1,0 +1,1 @@
+"""What is being learnt. A task makes a model and an objective over a batch; it knows nothing of meshes."""
