@@ -1,0 +1,307 @@
+"""Training: a Program, its data, and a run folder.
+
+The order of things in a step: dispatch step t, then read the metrics of step t - 1 (so the device never waits for the
+host), then evaluate, save, or stop where step t says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxpar.data import Data, build_data
+from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.experiment import Experiment
+from jaxpar.mesh.devices import peak_flops
+from jaxpar.program import Program
+from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.metrics import Meter
+from jaxpar.runtime.run_folder import RunFolder
+from jaxpar.serialize import difference, from_json, to_json
+
+
+class TrainingStopped(JaxparError):
+    """The run cannot go on, and says where it can be picked up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    step: int
+    train_loss: float  # nats per token, of the last step
+    eval_loss: float | None  # nats per token, of the last evaluation
+    unigram_entropy: float | None  # nats per token: what a model of token frequencies alone would score
+    tokens: int  # valid tokens trained on
+    stopped_by: str | None  # the signal, if one ended the run early
+
+
+def train(
+    experiment: Experiment, run: Path, devices: list[Any] | None = None, resume: bool = False, quiet: bool = False
+) -> Summary:
+    """Run ``experiment`` in the folder ``run`` on ``devices`` (all there are).
+
+    ``resume`` goes on from the newest checkpoint of a run that is there already, bit for bit as if it had never
+    stopped; the mesh and the devices may differ. Raises ConfigError for what cannot work, before anything is compiled;
+    TrainingStopped when the loss stays non-finite.
+    """
+    return _Training(experiment, run, devices or jax.devices(), resume, quiet).run()
+
+
+def load_data(experiment: Experiment, quiet: bool = True) -> Data:
+    """The experiment's data, checked against its model."""
+    with _reading_bar(quiet) as progress:
+        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress)
+    if data.tokenizer.vocab_size > experiment.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            experiment.model.vocab_size,
+            f"is smaller than the {data.tokenizer.vocab_size} tokens of data.tokenizer {experiment.data.tokenizer}",
+            f"{data.tokenizer.vocab_size} or more",
+        )
+    return data
+
+
+@contextlib.contextmanager
+def _reading_bar(quiet: bool) -> Iterator[Any]:
+    """A progress callback of ``build_data`` that shows documents and tokens read."""
+    with tqdm(desc="reading data", unit=" documents", leave=False, disable=quiet, delay=1.0) as bar:
+
+        def progress(source: str, documents: int, tokens: int) -> None:
+            bar.n = documents
+            bar.set_postfix_str(f"{source}: {tokens:,} tokens")
+
+        yield progress
+
+
+class _Training:
+    """One call of ``train``."""
+
+    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool):
+        self.experiment, self.resume, self.quiet = experiment, resume, quiet
+        self.program = Program(experiment, devices)
+        self.devices = devices
+        self.folder = RunFolder(run)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=experiment.train.keep_checkpoints)
+        self.scalars = self.program.scalars()
+        self.tokens = 0  # valid tokens so far
+        self.skipped_in_a_row = 0
+        self.train_loss = math.nan
+        self.eval_loss: float | None = None
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def run(self) -> Summary:
+        """Everything, with the folder locked while it lasts."""
+        saved = self._saved_config()
+        self.data = load_data(self.experiment, self.quiet)
+        if jax.process_index() == 0:
+            self.folder.start(to_json(self.experiment), self.resume)
+        with self.folder:
+            first = self.checkpoints.latest() if self.resume else None
+            self._introduce(first, saved)
+            state = None if first is None else self._restore(first)
+            self.folder.truncate_after(first or 0)
+            compile_start = time.perf_counter()
+            step = self.program.step
+            self._say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
+            if state is None:
+                state = self.program.init()
+            return self._loop(step, state, first or 0)
+
+    def _saved_config(self) -> Experiment | None:
+        """The config of the run that is resumed; checks that it can go on with this one."""
+        if not (self.resume and self.folder.config_file.exists()):
+            return None
+        return from_json(Experiment, self.folder.read_config())
+
+    def _introduce(self, first: int | None, saved: Experiment | None) -> None:
+        program, train = self.program, self.experiment.train
+        mesh = " x ".join(f"{a} {s}" for a, s in program.sizes.items() if s > 1) or "1"
+        device = self.devices[0]
+        self._say(f"run      {self.folder.path}")
+        self._say(f"model    {program.num_parameters:,} parameters, attention: {program.kernel}")
+        self._say(
+            f"mesh     {mesh} on {len(self.devices)} {device.platform} device{'s' * (len(self.devices) > 1)}, "
+            f"ZeRO {self.experiment.rules.zero}, compute {np.dtype(program.dtype).name}"
+        )
+        accumulated = f", in {train.microbatches} microbatches" if train.microbatches > 1 else ""
+        self._say(
+            f"batch    {train.global_batch} sequences x {train.seq_len} tokens = "
+            f"{self.experiment.tokens_per_step:,} tokens a step{accumulated}; {train.steps:,} steps"
+        )
+        entropy = self.data.unigram_entropy()
+        tokens = sum(source["train"]["tokens"] for source in self.data.summary()["sources"])
+        held = "" if entropy is None else f"; unigram entropy of the held-out text {entropy:.3f} nats/token"
+        self._say(f"data     {tokens:,} training tokens{held}")
+        whole = [p.name for p in program.parameters if p.layout.zero_dim is None]
+        if self.experiment.rules.zero and program.sizes["fsdp"] > 1 and whole:
+            self._say(f"note     {len(whole)} vectors do not divide by fsdp and stay whole: {', '.join(whole[:4])}")
+        if first is not None:
+            self._say(f"resuming from step {first:,}")
+            for path, (old, new) in (difference(saved, self.experiment) if saved else {}).items():
+                self._say(f"changed  {path}: {old} -> {new}")
+        elif self.resume:
+            self._say("no checkpoint to resume from; starting at step 0")
+
+    def _restore(self, step: int) -> Any:
+        metadata = self.checkpoints.metadata(step)
+        if metadata["data"] != self.data.fingerprint:
+            raise ConfigError(
+                "data",
+                self.data.fingerprint,
+                f"is not the data of the checkpoint at step {step} ({metadata['data']})",
+                "the same sources, tokenizer, packing, seq_len and seed, or a new run",
+            )
+        self.tokens = metadata["tokens"]
+        for record in self.folder.read_metrics():
+            self.train_loss = record.get("loss", self.train_loss)
+            self.eval_loss = record.get("eval_loss", self.eval_loss)
+        return self.checkpoints.restore(step, self.program.abstract_state)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _loop(self, step: Any, state: Any, first: int) -> Summary:
+        train = self.experiment.train
+        peak, self.peak_source = peak_flops(self.devices)
+        flops = self.experiment.model.flops_per_token(train.seq_len)
+        self.meter = Meter(self.experiment.tokens_per_step, flops, peak)
+        done = first  # steps whose metrics have been read
+        with (
+            _Signals() as signals,
+            self.data.loader(train.global_batch, first, jax.process_index(), jax.process_count()) as loader,
+            tqdm(total=train.steps, initial=first, unit="step", disable=self.quiet, dynamic_ncols=True) as self.bar,
+        ):
+            pending = None
+            for t in range(first, train.steps):
+                state, metrics = step(state, self.program.put(next(loader)), self.scalars)
+                if pending is not None:
+                    done += 1
+                    self._record(done, pending)
+                pending = metrics
+                stopping = signals.caught is not None or t + 1 == train.steps
+                evaluating = (t + 1) % train.eval_every == 0 or stopping
+                saving = (t + 1) % train.checkpoint_every == 0 or stopping
+                if evaluating or saving or self.skipped_in_a_row:
+                    done += 1
+                    self._record(done, pending)
+                    pending = None
+                    pause = time.perf_counter()
+                    if self.skipped_in_a_row > train.max_skipped:
+                        self._give_up(done, state)
+                    if evaluating and signals.caught is None:
+                        self._evaluate(done, state)
+                    if saving:
+                        self._save(done, state)
+                    self.meter.pause(time.perf_counter() - pause)
+                if stopping:
+                    break
+            self.checkpoints.wait()
+            caught = signals.caught if done < train.steps else None
+        return self._finish(done, caught)
+
+    def _record(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Read a step's metrics, which waits for the device, and write them down."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        reading = self.meter.step()
+        self.tokens += int(values["tokens"])
+        self.train_loss = values["loss"]
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if step % self.experiment.train.log_every == 0 or not finite:
+            self.folder.append(
+                {
+                    "step": step,
+                    "tokens": self.tokens,
+                    "loss": values["loss"],
+                    "grad_norm": values["grad_norm"],
+                    "learning_rate": values["learning_rate"],
+                    "skipped": int(values["skipped"]),
+                    "tokens_per_second": round(reading.tokens_per_second, 1),
+                    "mfu": None if reading.mfu is None else round(reading.mfu, 4),
+                    "seconds": round(reading.seconds, 3),
+                }
+            )
+        if not finite:
+            self._say(f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: skipped whole")
+        shown = {"loss": f"{values['loss']:.3f}", "tokens/s": f"{reading.tokens_per_second:,.0f}"}
+        if reading.mfu is not None:
+            shown["MFU"] = f"{reading.mfu:.0%}"
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+
+    def _evaluate(self, step: int, state: Any) -> None:
+        """Mean loss over held-out tokens, each counted once however the batches were cut."""
+        if self.data.evaluation is None:
+            return
+        train = self.experiment.train
+        size = train.global_batch // train.microbatches
+        total, count = 0.0, 0.0
+        batches = self.data.evaluation.batches(size, train.eval_batches, jax.process_index(), jax.process_count())
+        for batch in batches:
+            loss, tokens = self.program.evaluate(state["params"], self.program.put(batch, 0), self.scalars)
+            total, count = total + float(loss), count + float(tokens)
+        self.eval_loss = total / max(count, 1.0)
+        self.folder.append({"step": step, "tokens": self.tokens, "eval_loss": self.eval_loss, "eval_tokens": count})
+        self._say(f"step {step:,}: evaluation loss {self.eval_loss:.4f} nats/token")
+
+    def _save(self, step: int, state: Any) -> None:
+        self.checkpoints.save(step, state, {"tokens": self.tokens, "data": self.data.fingerprint})
+
+    def _give_up(self, step: int, state: Any) -> None:
+        """Stop: the state is that of the last finite step, since the others were skipped whole."""
+        self._save(step, state)
+        self.checkpoints.wait()
+        raise TrainingStopped(
+            f"loss or gradients were not finite in the last {self.skipped_in_a_row} steps up to step {step}; "
+            f"the parameters from before them are in {self.folder.checkpoints / f'step_{step}'}; "
+            "try a lower optim.learning_rate or more optim.schedule.warmup_steps"
+        )
+
+    def _finish(self, step: int, stopped_by: str | None) -> Summary:
+        entropy = self.data.unigram_entropy()
+        if stopped_by:
+            self._say(f"stopped by {stopped_by} after step {step:,}; checkpoint saved; continue with --resume")
+        else:
+            versus = f" (unigram entropy {entropy:.4f})" if entropy is not None else ""
+            ended = f"evaluation loss {self.eval_loss:.4f} nats/token{versus}" if self.eval_loss is not None else ""
+            self._say(f"finished {step:,} steps, {self.tokens:,} tokens; {ended}")
+        return Summary(step, self.train_loss, self.eval_loss, entropy, self.tokens, stopped_by)
+
+    def _say(self, line: str) -> None:
+        if not self.quiet and jax.process_index() == 0:
+            tqdm.write(line, file=sys.stdout)
+
+
+class _Signals:
+    """SIGTERM and the first SIGINT are noted, for the loop to stop at a step's end; a second SIGINT interrupts."""
+
+    def __init__(self) -> None:
+        self.caught: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller handles signals
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.caught is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = signal.Signals(number).name
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
