@@ -112,7 +112,10 @@ class Program:
 
     @functools.cached_property
     def _state_specs(self) -> State:
-        """PartitionSpecs of the state: parameters as stored, optimizer leaves as they are updated."""
+        """PartitionSpecs of the state: parameters as stored, optimizer leaves as they are updated.
+
+        Not for use under ``jax.set_mesh``: optax finds the parameter-like leaves by running an init eagerly.
+        """
         shapes = jax.eval_shape(self._new_state, jax.ShapeDtypeStruct((), jnp.int32))
         opt = optax.tree.map_params(
             self._transform(self.experiment.scalars()),
@@ -136,8 +139,9 @@ class Program:
     def init(self, seed: int | None = None) -> State:
         """The state at step 0, made in place on its shards; bit for bit the same on every mesh."""
         seed = self.experiment.train.seed if seed is None else seed
+        specs = self._state_specs
         with jax.set_mesh(self.mesh):
-            make = jax.sharding.auto_axes(self._new_state, out_sharding=self._state_specs)
+            make = jax.sharding.auto_axes(self._new_state, out_sharding=specs)
             return jax.jit(make)(jnp.int32(seed))
 
     # -- batches -------------------------------------------------------------------------------------------------
@@ -248,9 +252,9 @@ class Program:
 
     def lower_step(self) -> jax.stages.Lowered:
         """The step ``(state, batch, scalars) -> (state, metrics)``, lowered; the state is donated."""
+        state, batch = self.abstract_state, self.abstract_batch
         with jax.set_mesh(self.mesh):
-            step = jax.jit(self._step, donate_argnums=0)
-            return step.lower(self.abstract_state, self.abstract_batch, self.scalars())
+            return jax.jit(self._step, donate_argnums=0).lower(state, batch, self.scalars())
 
     @functools.cached_property
     def step(self) -> Any:
@@ -265,9 +269,9 @@ class Program:
             k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(self.mesh, spec))
             for k, x in self.abstract_batch.items()
         }
+        params = self.abstract_state["params"]
         with jax.set_mesh(self.mesh):
-            lowered = jax.jit(self._evaluate).lower(self.abstract_state["params"], batch, self.scalars())
-            return lowered.compile()
+            return jax.jit(self._evaluate).lower(params, batch, self.scalars()).compile()
 
     @functools.cached_property
     def num_parameters(self) -> int:
