@@ -5,12 +5,9 @@
 The text is the standard library of the Python that runs it: nothing is downloaded.
 """
 
-from jaxpar.experiment import (
-    AdamWConfig,
-    DecoderConfig,
-    Experiment,
-    TrainConfig,
-)
+import dataclasses
+
+from jaxpar.experiment import AdamWConfig, DecoderConfig, Experiment, TrainConfig
 from jaxpar.optim.schedules import ScheduleConfig
 
 
@@ -22,4 +19,19 @@ def config() -> Experiment:
         ),
         optim=AdamWConfig(learning_rate=4e-3, schedule=ScheduleConfig(kind="cosine", warmup_steps=30)),
         train=TrainConfig(steps=400, global_batch=16, seq_len=256, eval_every=100, checkpoint_every=100),
+    )
+
+
+def smoke() -> Experiment:
+    """Two narrow layers, a few steps."""
+    full = config()
+    return dataclasses.replace(
+        full,
+        model=dataclasses.replace(
+            full.model, num_layers=2, embed=64, num_heads=4, num_kv_heads=4, mlp_width=192, scan_unroll=1
+        ),
+        optim=dataclasses.replace(full.optim, schedule=ScheduleConfig(kind="cosine", warmup_steps=5)),
+        train=dataclasses.replace(
+            full.train, steps=20, global_batch=16, seq_len=64, eval_every=10, eval_batches=2, checkpoint_every=10
+        ),
     )

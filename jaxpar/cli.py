@@ -194,7 +194,7 @@ def _parity(arguments: list[str]) -> int:
     options, overrides = _parse(parser, name, rest)
     experiment = _experiment(name, True, overrides)
 
-    from jaxpar.audit.parity import run_parity
+    from jaxpar.runtime.parity import run_parity
     from jaxpar.mesh.devices import start_devices
 
     return run_parity(experiment, start_devices(options.devices or 8), options.only, options.json)
@@ -210,7 +210,7 @@ def _bench(arguments: list[str]) -> int:
     if overrides:
         raise ConfigError("bench", " ".join(overrides), "takes no overrides")
 
-    from jaxpar.audit.bench_train import run_bench
+    from jaxpar.runtime.bench_train import run_bench
 
     return run_bench(options.json)
 

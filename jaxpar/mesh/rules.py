@@ -95,7 +95,7 @@ def place(
         ranked = [d for group in (whole, split) for a in rules.zero_order for d in group if axes[d] == a]
         if ranked:
             zero_dim = ranked[0]
-        elif len([a for a in axes if a != "layers"]) > 1:
+        elif "embed" in axes and len([a for a in axes if a != "layers"]) > 1:
             raise ConfigError(
                 name,
                 "x".join(map(str, shape)),

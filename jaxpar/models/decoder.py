@@ -11,7 +11,8 @@ from flax import nnx
 
 from jaxpar.errors import ConfigError, divisors
 from jaxpar.models import rope
-from jaxpar.models.layers import GATED, DecoderLayer, RMSNorm, weight
+from jaxpar.models.initializers import weight
+from jaxpar.models.layers import GATED, DecoderLayer, RMSNorm
 from jaxpar.models.layout import Layout, SingleDevice
 from jaxpar.models.rope import RopeConfig
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.models import rope
 from jaxpar.models.attention import Mask
+from jaxpar.models.initializers import constant, weight
 
 if TYPE_CHECKING:
     from jaxpar.models.decoder import DecoderConfig
@@ -27,36 +27,9 @@ ACTIVATIONS = {
 GATED = ("swiglu", "geglu")
 
 
-@functools.cache
-def _quantiles() -> np.ndarray:
-    """65,536 equally likely values of a unit normal cut at two standard deviations, rescaled to unit variance."""
-    from scipy.special import ndtr, ndtri
-
-    share = (np.arange(1 << 16) + 0.5) / (1 << 16)
-    values = ndtri(ndtr(-2.0) + share * (ndtr(2.0) - ndtr(-2.0)))
-    return (values / values.std()).astype(np.float32)
-
-
-def truncated_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-    """Truncated normal fp32 weights of standard deviation ``std``.
-
-    Drawn from a table by 16 random bits: bit for bit the same on every mesh, which XLA's inverse error function is not.
-    """
-    return jnp.asarray(_quantiles())[jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32)] * np.float32(std)
-
-
-def weight(rngs: nnx.Rngs, std: float, **axes: int) -> nnx.Param:
-    """A random weight whose logical axes and sizes are ``axes``, in order."""
-    return nnx.Param(truncated_normal(rngs.params(), tuple(axes.values()), std), logical_axes=tuple(axes))
-
-
-def constant(value: float, **axes: int) -> nnx.Param:
-    """A constant vector (norm scale or bias) with its logical axes."""
-    return nnx.Param(jnp.full(tuple(axes.values()), value, jnp.float32), logical_axes=tuple(axes))
-
-
 def _add(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    return x if bias is None else x + bias[...].astype(x.dtype)
+    """In fp32, so that the bias's gradient is summed over tokens in fp32."""
+    return x if bias is None else (x.astype(jnp.float32) + bias[...]).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.compat import as_varying, varying_axes
 from jaxpar.models.attention import Mask, attention
 
 M = TypeVar("M", bound=nnx.Module)
@@ -57,7 +59,29 @@ def map_parameters(module: M, function: Callable[[tuple[str, ...], Any], Any]) -
 
 def compute_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
     """Matrices compute in ``dtype``; norm scales and biases stay fp32."""
-    return dtype if len([a for a in axes if a != "layers"]) > 1 else jnp.float32
+    return dtype if "embed" in axes and len([a for a in axes if a != "layers"]) > 1 else jnp.float32
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD: jax.Array, rows_BS: jax.Array, vocab: int, dtype: Any) -> jax.Array:
+    return table_VD[rows_BS]
+
+
+def _lookup_forward(table_VD: jax.Array, rows_BS: jax.Array, vocab: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return table_VD[rows_BS], rows_BS
+
+
+def _lookup_backward(vocab: int, dtype: Any, rows_BS: jax.Array, g_BSD: jax.Array) -> tuple[jax.Array, None]:
+    zeros = as_varying(jnp.zeros((vocab, g_BSD.shape[-1]), jnp.float32), varying_axes(g_BSD))
+    return zeros.at[rows_BS].add(g_BSD.astype(jnp.float32)).astype(dtype), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def lookup(table_VD: jax.Array, rows_BS: jax.Array) -> jax.Array:
+    """Rows of the table, [B, S, D]. The gradient of a row is summed over its tokens in fp32, whatever the dtype."""
+    return _lookup(table_VD, rows_BS, table_VD.shape[0], table_VD.dtype)
 
 
 def _is_variable(x: Any) -> bool:
@@ -76,7 +100,7 @@ class SingleDevice:
 
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Plain lookup."""
-        return table_VD[tokens_BS]
+        return lookup(table_VD, tokens_BS)
 
     def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
         """The identity."""

@@ -99,7 +99,7 @@ def _forward(h, w, targets, mask, z_loss, softcap, axis, chunk):  # type: ignore
 
 def _backward(softcap, axis, chunk, saved, g):  # type: ignore[no-untyped-def]
     dh, dw, like = saved
-    return (dh * g[0].astype(dh.dtype), (dw * g[0]).astype(like.dtype), None, None, None)
+    return ((dh * g[0]).astype(dh.dtype), (dw * g[0]).astype(like.dtype), None, None, None)
 
 
 cross_entropy.defvjp(_forward, _backward)

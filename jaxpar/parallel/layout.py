@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpar.mesh.rules import ZERO_AXIS, ShardingRules, live
 from jaxpar.models.attention import Mask, attention
-from jaxpar.models.layout import compute_dtype, map_parameters
+from jaxpar.models.layout import compute_dtype, lookup, map_parameters
 from jaxpar.parallel.attention import Kernel, run_kernel
 from jaxpar.parallel.collectives import Lent, gather_weight, read_lent
 from jaxpar.parallel.cross_entropy import cross_entropy, default_chunk
@@ -65,10 +65,10 @@ class MeshLayout:
         """Look up this device's rows, then a reduce-scatter over tensor from the vocabulary to the sequence."""
         axis = self.split("vocab")
         if axis is None:
-            return table_VD[self._own_sequence(tokens_BS)]
+            return lookup(table_VD, self._own_sequence(tokens_BS))
         row = tokens_BS - jax.lax.axis_index(axis) * table_VD.shape[0]
         here = (row >= 0) & (row < table_VD.shape[0])
-        x_BSD = jnp.where(here[..., None], table_VD[jnp.where(here, row, 0)], 0)
+        x_BSD = jnp.where(here[..., None], lookup(table_VD, jnp.where(here, row, 0)), 0)
         return jax.lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True)
 
     def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
@@ -97,9 +97,7 @@ class MeshLayout:
         if self.sizes["context"] == 1:
             return run_kernel(self.kernel, q_BSHK, k_BSGK, v_BSGK, segments_BS, mask)
         k_BTGK, v_BTGK = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k_BSGK, v_BSGK))
-        segments_BT = (
-            None if segments_BS is None else jax.lax.all_gather(segments_BS, "context", axis=1, tiled=True)
-        )
+        segments_BT = None if segments_BS is None else jax.lax.all_gather(segments_BS, "context", axis=1, tiled=True)
         offset = jax.lax.axis_index("context") * q_BSHK.shape[1]
         return attention(q_BSHK, k_BTGK, v_BTGK, segments_BS, segments_BT, mask, offset)
 
@@ -123,9 +121,7 @@ class MeshLayout:
             x_BSD = self.enter(x_BSD, "vocab")
         h_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         chunk = default_chunk(h_ND.shape[0], head_DV.shape[1])
-        return cross_entropy(
-            h_ND, head_DV, targets_BS.reshape(-1), mask_BS.reshape(-1), z_loss, softcap, axis, chunk
-        )
+        return cross_entropy(h_ND, head_DV, targets_BS.reshape(-1), mask_BS.reshape(-1), z_loss, softcap, axis, chunk)
 
     def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """What the backward pass recomputes.

@@ -1,0 +1,60 @@
+"""Llama 2 7B (arXiv:2307.09288): 6.7B weights.
+
+    jaxpar show configs/llama2_7b.py --devices 256      # parameters, batch and shardings of a 256-device mesh
+    jaxpar train configs/llama2_7b.py --smoke           # the same shape of experiment, on any CPU
+
+State is 80.9 GB in all: fp32 parameters and two moments. The default is FSDP over every device, with each layer
+recomputed in the backward pass; ``--mesh.tensor 4`` makes it FSDP x tensor parallelism.
+"""
+
+import dataclasses
+
+from jaxpar.experiment import AdamWConfig, DecoderConfig, Experiment, TrainConfig
+from jaxpar.optim.schedules import ScheduleConfig
+
+
+def config() -> Experiment:
+    """4 sequences of 2048 tokens for each of 256 devices."""
+    return Experiment(
+        model=DecoderConfig(
+            vocab_size=32000,
+            num_layers=32,
+            embed=4096,
+            num_heads=32,
+            num_kv_heads=32,
+            mlp_width=11008,
+            norm_eps=1e-5,
+        ),
+        optim=AdamWConfig(learning_rate=3e-4, schedule=ScheduleConfig(kind="cosine", warmup_steps=2000)),
+        train=TrainConfig(
+            steps=500_000, global_batch=1024, seq_len=2048, remat="full", eval_every=1000, checkpoint_every=1000
+        ),
+    )
+
+
+def smoke() -> Experiment:
+    """Two narrow layers, a few steps."""
+    return shrink(config())
+
+
+def shrink(full: Experiment) -> Experiment:
+    """The same kinds of layers, narrow; heads in the same ratio."""
+    ratio = full.model.num_heads // full.model.num_kv_heads
+    model = dataclasses.replace(
+        full.model,
+        vocab_size=320,
+        num_layers=2,
+        embed=64,
+        num_heads=4 * min(ratio, 2),
+        num_kv_heads=4,
+        head_dim=16,
+        mlp_width=192,
+    )
+    return dataclasses.replace(
+        full,
+        model=model,
+        optim=dataclasses.replace(full.optim, learning_rate=3e-3, schedule=ScheduleConfig(warmup_steps=5)),
+        train=dataclasses.replace(
+            full.train, steps=20, global_batch=16, seq_len=128, eval_every=10, eval_batches=2, checkpoint_every=10
+        ),
+    )

@@ -1,0 +1,125 @@
+"""A run folder: one run's config, metrics, checkpoints and figures, written by one process at a time.
+
+::
+
+    config.json      the run's config
+    metrics.jsonl    one JSON object a line, each with "step"; appended line by line
+    checkpoints/     see ``jaxpar.runtime.checkpoints``
+    figures/         PNG files
+    lock             held (flock) by the process that writes; the kernel releases it however that process ends
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import ConfigError, JaxparError
+
+
+class RunFolder:
+    """Reading needs nothing else; writing starts with ``start`` and ends with ``close`` (or a ``with`` block).
+
+    In a run of several processes, process 0 alone calls ``start``; in the others ``append`` and ``truncate_after`` do
+    nothing.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path).absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.figures = self.path / "figures"
+        self.config_file = self.path / "config.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self._lock: int | None = None
+
+    def start(self, config: Mapping[str, Any], resume: bool = False) -> None:
+        """Lock the folder and write ``config.json``; with ``resume`` the folder may hold a run, which goes on.
+
+        Raises ``ConfigError`` on the field ``run`` if the folder cannot be written, if another process writes it, or if
+        it holds a run and ``resume`` is false.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.figures.mkdir(exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.config_file.exists() and not resume:
+                raise ConfigError("run", str(self.path), "already holds a run", "another folder, or resume")
+            _replace(self.config_file, json.dumps(config, indent=1) + "\n")
+        except BlockingIOError as error:
+            self.close()
+            raise ConfigError("run", str(self.path), "is being written by another process") from error
+        except OSError as error:
+            self.close()
+            raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read_config(self) -> dict[str, Any]:
+        """The content of ``config.json``; ``JaxparError`` if the folder holds no readable one."""
+        return _read(self.config_file, json.loads)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line to ``metrics.jsonl``; it has left this process on return. 0-d arrays become numbers."""
+        if self._lock is None:
+            return
+        line = json.dumps(record, default=lambda value: value.item()) + "\n"
+        try:
+            with open(self.metrics_file, "a") as file:
+                file.write(line)
+        except OSError as error:
+            raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records of ``metrics.jsonl`` in order, without a torn last line; empty if there is no such file."""
+        return _read(self.metrics_file, _parse_metrics) if self.metrics_file.exists() else []
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the records later than ``step`` and a torn last line, atomically: where a resumed run goes on."""
+        if self._lock is None:
+            return
+        records = self.read_metrics()
+        try:
+            _replace(self.metrics_file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= step))
+        except OSError as error:
+            raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
+
+
+def _parse_metrics(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last newline is empty or torn
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text())
+    except OSError as error:
+        raise JaxparError(f"{path} could not be read: {error.strerror}") from error
+    except ValueError as error:
+        raise JaxparError(f"{path} is damaged: {error}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader or a crash sees the old content or the new, never a part."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

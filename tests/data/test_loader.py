@@ -1,0 +1,204 @@
+"""Resuming, hosts and workers (checks G6, G7, G9), and ending without hanging."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from jaxpar.data.loader import Loader
+from jaxpar.data.stream import Stream
+from jaxpar.errors import ConfigError
+
+STEPS = 15
+
+
+class CountingStream(Stream):
+    """Remembers every sequence that was read."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.read: list[int] = []
+
+    def batch(self, first, count):
+        self.read += range(first, first + count)
+        return super().batch(first, count)
+
+
+@pytest.fixture(scope="module")
+def stream(numbered):
+    """Ten rows, so that five steps of two are an epoch."""
+    return CountingStream([numbered([8] * 10, 8)], [1.0], 3)
+
+
+@pytest.fixture(scope="module")
+def mixed(numbered):
+    return Stream([numbered([8] * 10, 8), numbered([3, 20, 9], 8, "first_fit")], [3.0, 1.0], 3)
+
+
+def take(loader, steps):
+    with loader:
+        return [next(loader) for _ in range(steps)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        (a[key] == b[key]).all() and a[key].dtype == b[key].dtype and type(a[key]) is type(b[key])
+        for a, b in zip(one, other, strict=True)
+        for key in a
+    )
+
+
+def first_tokens(batches):
+    return np.concatenate([batch["tokens"][:, 0] for batch in batches]).tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("k", range(STEPS))
+def test_resuming_at_every_step(mixed, prefetch, k):
+    whole = take(Loader(mixed, 2, prefetch=prefetch), STEPS)
+    assert same(take(Loader(mixed, 2, start_step=k, prefetch=prefetch), STEPS - k), whole[k:])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(mixed, workers):
+    whole = take(Loader(mixed, 2, prefetch=0), STEPS)
+    resumed = Loader(mixed, 2, start_step=4, workers=workers)
+    assert same(take(resumed, STEPS - 4), whole[4:])
+    assert resumed.step == STEPS
+
+
+def test_workers_change_nothing_for_one_host_of_many(mixed):
+    whole = take(Loader(mixed, 4, start_step=7, host_index=1, host_count=2, prefetch=0), 6)
+    assert same(take(Loader(mixed, 4, start_step=7, host_index=1, host_count=2, workers=2, prefetch=1), 6), whole)
+
+
+def test_an_interrupted_run_sees_every_row_once_per_epoch(stream):
+    """Ten rows, batch 2, three epochs, interrupted after step 7: the skip is not applied again at the next epoch."""
+    first = Loader(stream, 2)
+    before = take(first, 7)
+    after = take(Loader(stream, 2, start_step=first.step), 8)
+    tokens = first_tokens(before + after)
+    assert Counter(tokens) == {1 + 8 * row: 3 for row in range(10)}
+    assert tokens == first_tokens(take(Loader(stream, 2), STEPS))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_resuming_reads_nothing_earlier(stream, prefetch):
+    stream.read.clear()
+    take(Loader(stream, 2, start_step=10**9, prefetch=prefetch), 3)
+    assert min(stream.read) == 2 * 10**9
+    assert len(stream.read) <= 2 * (3 + prefetch)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("start", [0, 3])
+def test_hosts_share_each_batch(stream, hosts, start):
+    alone = take(Loader(stream, 20, start), 3)
+    parts = [take(Loader(stream, 20, start, host, hosts), 3) for host in range(hosts)]
+    together = [
+        {key: np.concatenate([part[key] for part in step]) for key in step[0]} for step in zip(*parts, strict=True)
+    ]
+    assert same(together, alone)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 5])
+def test_hosts_cover_an_epoch_without_overlap(stream, hosts):
+    """Five steps of 10 rows in all; each host reads its own part and no more."""
+    epochs = [first_tokens(take(Loader(stream, 10, 0, host, hosts, prefetch=0), 1)) for host in range(hosts)]
+    assert sorted(chain(*epochs)) == [1 + 8 * row for row in range(10)]
+
+
+def test_more_hosts_than_rows(numbered):
+    tiny = Stream([numbered([8, 8], 8)], [1.0], 0)
+    parts = [first_tokens(take(Loader(tiny, 4, 0, host, 4, prefetch=0), 3)) for host in range(4)]
+    assert Counter(chain(*parts)) == {1: 6, 9: 6}
+
+
+def test_a_batch_that_does_not_divide(stream):
+    with pytest.raises(ConfigError, match=r"^global_batch: 10 cannot be shared by 4 hosts"):
+        Loader(stream, 10, host_count=4)
+    with pytest.raises(ConfigError, match=r"^host_index: 2 is none of 2 hosts"):
+        Loader(stream, 10, host_index=2, host_count=2)
+
+
+def test_a_failing_read_is_raised(numbered):
+    class Broken(Stream):
+        def batch(self, first, count):
+            if first >= 4:
+                raise OSError("disk is gone")
+            return super().batch(first, count)
+
+    with Loader(Broken([numbered([8] * 10, 8)], [1.0], 0), 2) as loader:
+        next(loader)
+        next(loader)
+        with pytest.raises(OSError, match="disk is gone"):
+            next(loader)
+
+
+SCRIPT = """
+import sys, time
+from jaxpar.data import DataConfig, TextFiles, build_data
+
+def main():
+    config = DataConfig((TextFiles(sys.argv[1]),), eval_fraction=0.0, workers=int(sys.argv[2]))
+    loader = build_data(config, seq_len=8, seed=0).loader(2)
+    next(loader)
+    print("ready", flush=True)
+    while sys.argv[3] == "wait":
+        next(loader)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run_script(folder, workers, then):
+    """Start ``SCRIPT`` in a process group of its own; return it once it has its first batch."""
+    text, script = folder / "text.txt", folder / "script.py"
+    text.write_text("to be or not to be, that is the question")
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(text), workers, then],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    return process
+
+
+def wait_for_all(process):
+    """Wait for the script and its workers, which hold its output open, and return what it wrote to stderr."""
+    try:
+        return process.communicate(timeout=20)[1].decode()
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_leaving_without_close(tmp_path, workers):
+    process = run_script(tmp_path, workers, "exit")
+    assert wait_for_all(process) == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_interrupting_the_process_group(tmp_path, workers):
+    process = run_script(tmp_path, workers, "wait")
+    os.killpg(process.pid, signal.SIGINT)
+    assert "KeyboardInterrupt" in wait_for_all(process)
+    assert process.returncode == -signal.SIGINT
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    process = run_script(tmp_path, "2", "wait")
+    process.kill()
+    wait_for_all(process)
+    assert process.returncode == -signal.SIGKILL
