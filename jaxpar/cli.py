@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.overrides import apply_overrides, describe, load_config
 from jaxpar.serialize import from_json, type_check
 
+CONFIG = "a config file, its name, or a run folder"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 (the run or the comparison failed) or 2 (the input is wrong)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     commands = {"train": _train, "show": _show, "parity": _parity, "bench": _bench}
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print(__doc__.strip().replace("``", ""))
         return 0
     try:
         if arguments[0] == "--version":
@@ -39,13 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(
                 "command", arguments[0], f"is not a command.{did_you_mean(arguments[0], commands)}", ", ".join(commands)
             )
-        return commands[arguments[0]](arguments[1:])
+        code = commands[arguments[0]](arguments[1:])
+        sys.stdout.flush()
+        return code
     except JaxparError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         print("jaxpar: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who read the output has gone, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
@@ -55,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose errors are ours: one line, exit code 2."""
 
     def error(self, message: str) -> Any:
-        raise JaxparError(f"{self.prog}: {message}")
+        raise JaxparError(f"{self.prog.removeprefix('jaxpar ')}: {message}")
 
 
 def _parser(command: str, description: str) -> _Parser:
@@ -72,12 +80,20 @@ def _count(text: str) -> int:
         raise ConfigError("--devices", text, "is not an integer", "a positive integer") from None
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise ConfigError("--run", text, "is empty", "a folder")
+    return Path(text)
+
+
 def _experiment(name: str, smoke: bool, overrides: list[str]) -> Any:
     """The experiment of a config file or of a run folder, with overrides."""
     from jaxpar.experiment import Experiment
 
     folder = Path(name)
     if folder.is_dir():
+        if smoke:
+            raise ConfigError("--smoke", name, "is a run folder, which has one config", "a config file or its name")
         from jaxpar.runtime.run_folder import RunFolder
 
         experiment: Any = from_json(Experiment, RunFolder(folder).read_config())
@@ -96,7 +112,8 @@ def _split(command: str, arguments: list[str], default: str | None = None) -> tu
         return arguments[0], arguments[1:]
     if default is not None or "-h" in arguments or "--help" in arguments:
         return default or "", arguments
-    raise JaxparError(f"jaxpar {command}: CONFIG is missing: a config file, its name, or a run folder")
+    what = "NAME must come first: train" if command == "bench" else f"CONFIG must come first: {CONFIG}"
+    raise JaxparError(f"{command}: {what}")
 
 
 def _parse(
@@ -129,7 +146,7 @@ def _help(parser: _Parser, name: str, options: argparse.Namespace) -> None:
 def _train(arguments: list[str]) -> int:
     name, rest = _split("train", arguments)
     parser = _parser("train CONFIG", "Train the experiment of a config file or run folder.")
-    parser.add_argument("--run", type=Path, help="run folder; default: a new one under runs/")
+    parser.add_argument("--run", type=_folder, help="run folder; default: a new one under runs/")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run, or start it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     options, overrides = _parse(parser, name, rest)
@@ -137,10 +154,13 @@ def _train(arguments: list[str]) -> int:
     run = options.run or (Path(name) if Path(name).is_dir() and options.resume else _new_run(name, options.resume))
 
     from jaxpar.mesh.devices import start_devices
-    from jaxpar.runtime.loop import train
+    from jaxpar.runtime.loop import TrainingStopped, train
 
     summary = train(experiment, run, start_devices(options.devices), options.resume, options.quiet)
-    figure = _draw(run, summary.unigram_entropy)
+    try:
+        figure = _draw(run, summary.unigram_entropy)
+    except OSError as error:
+        raise TrainingStopped(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
     if not options.quiet:
         print(f"curve    {figure}")
     return 0
@@ -194,8 +214,8 @@ def _parity(arguments: list[str]) -> int:
     options, overrides = _parse(parser, name, rest)
     experiment = _experiment(name, True, overrides)
 
-    from jaxpar.runtime.parity import run_parity
     from jaxpar.mesh.devices import start_devices
+    from jaxpar.runtime.parity import run_parity
 
     return run_parity(experiment, start_devices(options.devices or 8), options.only, options.json)
 

@@ -23,6 +23,7 @@ from jaxpar.mesh.axes import make_mesh
 from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES, LeafLayout, place, spec
 from jaxpar.optim.routing import Group, group_of
 from jaxpar.parallel.attention import choose_kernel
+from jaxpar.parallel.collectives import Lent
 from jaxpar.parallel.gradients import Reducer
 from jaxpar.parallel.layout import MeshLayout
 
@@ -38,6 +39,12 @@ class Parameter:
     shape: tuple[int, ...]
     layout: LeafLayout
     group: Group
+
+    def zero_dim_of_layer(self) -> tuple[tuple[str, ...], int | None]:
+        """Logical axes of one layer's slice of it, and the dimension of the slice that ZeRO cuts."""
+        scanned = int(self.axes[0] == "layers")
+        dim = self.layout.zero_dim
+        return self.axes[scanned:], None if dim is None else dim - scanned
 
 
 class Program:
@@ -68,7 +75,7 @@ class Program:
         self._layout = MeshLayout(
             sizes=self.sizes,
             rules=experiment.rules,
-            zero_dims={p.axes: p.layout.zero_dim for p in self.parameters},
+            zero_dims=dict(p.zero_dim_of_layer() for p in self.parameters),
             dtype=self.dtype,
             kernel=self.kernel,
             remat_policy=experiment.train.remat,
@@ -80,7 +87,7 @@ class Program:
         model = nnx.eval_shape(lambda: experiment.task.init(experiment.model, jax.random.key(0)))
         self._graph, self._template = nnx.split(model)
         shapes = nnx.to_pure_dict(self._template)
-        variables = jax.tree.leaves(self._template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        variables = jax.tree.leaves(self._template, is_leaf=_is_variable)
         paths = [".".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
         self.parameters: list[Parameter] = []
         for name, variable in zip(paths, variables, strict=True):
@@ -192,11 +199,11 @@ class Program:
 
     def _objective(self, scalars: dict[str, jax.Array]) -> Any:
         def objective(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            variables = jax.tree.leaves(self._template, is_leaf=lambda x: isinstance(x, nnx.Variable))
-            values = self._structure.flatten_up_to(params)
+            variables = jax.tree.leaves(self._template, is_leaf=_is_variable)
+            values = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lent))
             filled = [v.replace(x) for v, x in zip(variables, values, strict=True)]
-            shape = jax.tree.structure(self._template, is_leaf=lambda x: isinstance(x, nnx.Variable))
-            model = nnx.merge(self._graph, jax.tree.unflatten(shape, filled))
+            state = jax.tree.unflatten(jax.tree.structure(self._template, is_leaf=_is_variable), filled)
+            model = nnx.merge(self._graph, state)
             return self.experiment.task.objective(model, batch, scalars, self._layout)
 
         return objective
@@ -246,7 +253,7 @@ class Program:
         out = (PartitionSpec(), PartitionSpec())
         return self._in_mesh(local, PartitionSpec(*self.batch_spec[1:]), out)(params, batch, scalars)
 
-    def scalars(self) -> dict[str, np.ndarray]:
+    def scalars(self) -> dict[str, np.float32]:
         """The experiment's traced numbers, as the step takes them."""
         return {name: np.float32(value) for name, value in self.experiment.scalars().items()}
 
@@ -277,3 +284,7 @@ class Program:
     def num_parameters(self) -> int:
         """Number of weights."""
         return sum(int(np.prod(p.shape)) for p in self.parameters)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

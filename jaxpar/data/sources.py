@@ -37,7 +37,7 @@ class StandardLibrary:
         return "standard library"
 
     def validate(self, field: str = "data.sources.0") -> None:
-        """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for a value that cannot work; reads no file."""
+        """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
         _check_weight(self.weight, field)
 
     def documents(self, field: str = "data.sources.0") -> Iterator[str]:
@@ -68,7 +68,7 @@ class TextFiles:
         return self.path
 
     def validate(self, field: str = "data.sources.0") -> None:
-        """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for a value that cannot work; reads no file."""
+        """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
         _check_weight(self.weight, field)
         if self.separator == "":
             raise ConfigError(f"{field}.separator", self.separator, "is empty", "None, or at least one character")
@@ -98,7 +98,7 @@ class JsonLines:
         return self.path
 
     def validate(self, field: str = "data.sources.0") -> None:
-        """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for a value that cannot work; reads no file."""
+        """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
         _check_weight(self.weight, field)
 
     def documents(self, field: str = "data.sources.0") -> Iterator[str]:

@@ -22,6 +22,7 @@ from jaxpar.mesh.axes import MESH_AXES
 BATCH_AXES = ("data", "fsdp", "expert")
 SEQ_AXES = ("context",)
 ZERO_AXIS = "fsdp"
+ZeroStage = Literal[0, 1, 2, 3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ShardingRules:
     kv_heads: tuple[str, ...] = ("tensor",)  # key/value heads, split as the query heads are
     mlp: tuple[str, ...] = ("tensor",)  # MLP width: ("tensor",) or ()
     vocab: tuple[str, ...] = ("tensor",)  # embedding rows and head columns: ("tensor",) or ()
-    zero: Literal[0, 1, 2, 3] = 3  # ZeRO stage over the fsdp axis
+    zero: ZeroStage = 3  # ZeRO stage over the fsdp axis
     zero_order: tuple[str, ...] = ("embed", "mlp", "head_dim", "heads", "kv_heads", "vocab")  # the dimension ZeRO cuts
 
     def validate(self) -> None:
@@ -42,10 +43,10 @@ class ShardingRules:
                 raise ConfigError(f"rules.{name}", getattr(self, name), "is not a layout", "('tensor',) or ()")
         if self.heads != self.kv_heads:
             raise ConfigError("rules.kv_heads", self.kv_heads, "differs from rules.heads", self.heads)
-        known = {f.name for f in dataclasses.fields(ShardingRules)} | {"embed", "head_dim"}
+        known = ("embed", "mlp", "head_dim", "heads", "kv_heads", "vocab")
         for name in self.zero_order:
             if name not in known:
-                raise ConfigError("rules.zero_order", name, "is not a logical axis", "embed, mlp, head_dim, heads, ...")
+                raise ConfigError("rules.zero_order", name, "is not a logical axis of weights", ", ".join(known))
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that split ``logical`` while it is used."""

@@ -35,7 +35,7 @@ def attention(
     v_BTGK: jax.Array,
     q_segments_BS: jax.Array | None,
     k_segments_BT: jax.Array | None,
-    mask: Mask = Mask(),  # noqa: B008 (frozen)
+    mask: Mask = Mask(),
     q_offset: jax.Array | int = 0,
     chunk: int = CHUNK,
 ) -> jax.Array:
@@ -93,7 +93,7 @@ def block_pairs(queries: int, keys: int, chunk: int, window: int | None, aligned
     )
 
 
-def _in_blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):  # type: ignore[no-untyped-def]
+def _in_blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
     """Pad to whole blocks with positions that see only each other, run the blocks, cut the padding off."""
     S, T = q.shape[1], k.shape[1]
     if q_seg is None:
@@ -110,7 +110,7 @@ def _in_blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):  # type: 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):  # type: ignore[no-untyped-def]
+def _blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
     return _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned)[0]
 
 
@@ -125,7 +125,7 @@ def _join(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, chunk):  # type: ignore[no-untyped-def]
+def _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, chunk):
     """Masked logits [B, G, R, C, C] of one pair of blocks, and which of them are seen."""
     at = jnp.arange(chunk)
     seen = _visible(q_offset + i * chunk + at, j * chunk + at, q_segs[i], k_segs[j], mask.window)
@@ -137,13 +137,13 @@ def _zeros_varying_like(q: jax.Array, k: jax.Array, shape: tuple[int, ...]) -> j
     return as_varying(jnp.zeros(shape, jnp.float32), varying_axes(q) | varying_axes(k))
 
 
-def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):  # type: ignore[no-untyped-def]
+def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
     qs, ks, vs, q_segs, k_segs = (_cut(x, chunk) for x in (q, k, v, q_seg, k_seg))
     n, B, C, G, R, K = qs.shape
     zero = _zeros_varying_like(q, k, (n, B, G, R, C))
     acc = _zeros_varying_like(q, k, (n, B, G, R, C, K))
 
-    def step(carry, pair):  # type: ignore[no-untyped-def]
+    def step(carry, pair):
         top, total, acc = carry
         i, j = pair
         s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, C)
@@ -167,13 +167,13 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):  # t
     return o, (q, k, v, q_seg, k_seg, q_offset, o, lse)
 
 
-def _blocks_backward(mask, chunk, aligned, saved, do):  # type: ignore[no-untyped-def]
+def _blocks_backward(mask, chunk, aligned, saved, do):
     q, k, v, q_seg, k_seg, q_offset, o, lse = saved
     qs, ks, vs, q_segs, k_segs, dos = (_cut(x, chunk) for x in (q, k, v, q_seg, k_seg, do))
     delta = jnp.sum(_cut(o, chunk).astype(jnp.float32) * dos.astype(jnp.float32), -1).transpose(0, 1, 3, 4, 2)
     n, C = qs.shape[0], chunk
 
-    def step(carry, pair):  # type: ignore[no-untyped-def]
+    def step(carry, pair):
         dq, dk, dv = carry
         i, j = pair
         s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, C)

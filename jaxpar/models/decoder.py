@@ -58,12 +58,11 @@ class DecoderConfig:
             "head_dim", "sliding_window", "attention_softcap", "logit_softcap", "norm_eps",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ConfigError(f"model.{name}", value, "is not positive", "a positive number")
         if self.head_dim is None and self.embed % self.num_heads:
-            raise ConfigError(
-                "model.num_heads", self.num_heads, f"does not divide model.embed {self.embed}", divisors(self.embed)
-            )
+            legal = "an even model.embed" if self.embed % 2 else divisors(self.embed // 2)  # heads of even width
+            raise ConfigError("model.num_heads", self.num_heads, f"does not divide model.embed {self.embed}", legal)
         if self.width_of_head % 2:
             raise ConfigError("model.head_dim", self.width_of_head, "is odd, rotary positions need pairs", "even sizes")
         if self.num_heads % self.num_kv_heads:
@@ -139,9 +138,13 @@ class Decoder(nnx.Module):
             return layout.gather(nnx.merge(graph, params))(x_BSD, cos, sin, segments_BS, layout)
 
         layer = layout.remat(layer)
-        x_BSD, _ = jax.lax.scan(
-            lambda x, p: (layer(x, p, cos, sin, segments_BS), None), x_BSD, params, unroll=self.config.scan_unroll
-        )
+        if self.config.scan_unroll == self.config.num_layers:  # a plain loop: a scan would stack what backward needs
+            for one in _unstack(params, self.config.num_layers):
+                x_BSD = layer(x_BSD, one, cos, sin, segments_BS)
+        else:
+            x_BSD, _ = jax.lax.scan(
+                lambda x, p: (layer(x, p, cos, sin, segments_BS), None), x_BSD, params, unroll=self.config.scan_unroll
+            )
         x_BSD = layout.gather(self.final_norm)(x_BSD)
         head_DV = table_VD.T if self.head is None else layout.gather(self.head).kernel[...]
         return x_BSD, head_DV
@@ -167,3 +170,9 @@ def stack(make: Any, rngs: nnx.Rngs, count: int) -> Any:
     keys = jax.random.split(rngs.params(), count)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(keys[0])))
     return nnx.merge(graph, jax.vmap(lambda key: nnx.split(make(key))[1])(keys))
+
+
+def _unstack(params: Any, count: int) -> list[Any]:
+    """The parameters of each of ``count`` layers (the transpose of the split is one concatenation)."""
+    split = jax.tree.map(lambda w: [x[0] for x in jax.lax.split(w, (1,) * count)], params)
+    return [jax.tree.map(lambda w, i=i: w[i], split, is_leaf=lambda x: isinstance(x, list)) for i in range(count)]

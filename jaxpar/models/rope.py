@@ -29,7 +29,7 @@ class RopeConfig:
     def validate(self) -> None:
         """Raise ConfigError for frequencies that cannot be."""
         for name in ("theta", "factor", "original_length"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"model.rope.{name}", getattr(self, name), "is not positive", "a positive number")
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise ConfigError(
@@ -64,7 +64,7 @@ def frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     first = max(math.floor(dimension(config.beta_fast)), 0)
     last = min(math.ceil(dimension(config.beta_slow)), head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
-    return plain * (1 - ramp) + plain / config.factor * ramp, 0.1 * math.log(config.factor) + 1.0
+    return plain * (1 - ramp) + plain / config.factor * ramp, 0.1 * math.log(max(config.factor, 1.0)) + 1.0
 
 
 def tables(config: RopeConfig, head_dim: int, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:

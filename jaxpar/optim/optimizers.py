@@ -28,9 +28,9 @@ class OptimizerConfig(abc.ABC):
     def validate(self) -> None:
         """Raise ConfigError for numbers no optimizer takes."""
         for name in ("learning_rate", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"optim.{name}", getattr(self, name), "is negative", "0 or more")
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            if not getattr(self, name) >= 0:  # NaN too
+                raise ConfigError(f"optim.{name}", getattr(self, name), "is not a rate", "0 or more")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError("optim.max_grad_norm", self.max_grad_norm, "is not positive", "a positive number or none")
         self.schedule.validate()
 
@@ -63,7 +63,7 @@ class AdamWConfig(OptimizerConfig):
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}", getattr(self, name), "is not a decay rate", "0 <= x < 1")
-        if self.eps <= 0:
+        if not self.eps > 0:
             raise ConfigError("optim.eps", self.eps, "is not positive", "a positive number")
 
     def scalars(self, total_steps: int) -> dict[str, float]:

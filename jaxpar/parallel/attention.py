@@ -77,7 +77,7 @@ def _splash_kernel(seq_len: int, heads: int, mask: Mask) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (seq_len, seq_len)
-    one = masks.CausalMask(shape)
+    one: masks.Mask = masks.CausalMask(shape)
     if mask.window is not None:
         one = masks.LocalMask(shape, (mask.window - 1, 0), 0) & one
     block = max(b for b in (128, 256, 512) if seq_len % b == 0)

@@ -41,7 +41,10 @@ class Lent:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def read_lent(whole: jax.Array, shard: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
-    """The whole parameter in ``dtype``, no collective. Backward: its gradient leaves as a reduce-scatter to ``shard``."""
+    """The whole parameter in ``dtype``, no collective.
+
+    Backward: its gradient leaves as a reduce-scatter over ``axis``, in fp32, to ``shard``.
+    """
     return whole.astype(dtype)
 
 

@@ -43,7 +43,7 @@ def default_chunk(tokens: int, vocab: int) -> int:
     return max(1, min(tokens, max(LOGITS // vocab, 128)))
 
 
-def _run(h, w, targets, mask, z_loss, softcap, axis, chunk, with_grad):  # type: ignore[no-untyped-def]
+def _run(h, w, targets, mask, z_loss, softcap, axis, chunk, with_grad):
     N, D = h.shape
     V = w.shape[1]
     axes = frozenset().union(*(varying_axes(x) for x in (h, w, targets, mask)))
@@ -92,12 +92,12 @@ def _run(h, w, targets, mask, z_loss, softcap, axis, chunk, with_grad):  # type:
     return (sums[0], sums[1]), (None if dh is None else dh.reshape(-1, D)[:N], dw)
 
 
-def _forward(h, w, targets, mask, z_loss, softcap, axis, chunk):  # type: ignore[no-untyped-def]
+def _forward(h, w, targets, mask, z_loss, softcap, axis, chunk):
     out, (dh, dw) = _run(h, w, targets, mask, z_loss, softcap, axis, chunk, True)
     return out, (dh, dw, jnp.zeros((), w.dtype))
 
 
-def _backward(softcap, axis, chunk, saved, g):  # type: ignore[no-untyped-def]
+def _backward(softcap, axis, chunk, saved, g):
     dh, dw, like = saved
     return ((dh * g[0]).astype(dh.dtype), (dw * g[0]).astype(like.dtype), None, None, None)
 

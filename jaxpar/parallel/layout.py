@@ -32,7 +32,7 @@ class MeshLayout:
 
     sizes: dict[str, int]  # of the mesh axes
     rules: ShardingRules
-    zero_dims: dict[tuple[str, ...], int | None]  # logical axes of a leaf -> the dimension that ZeRO cuts
+    zero_dims: dict[tuple[str, ...], int | None]  # logical axes of one layer's leaf -> the dimension that ZeRO cuts
     dtype: Any  # compute dtype
     kernel: Kernel
     remat_policy: Remat
@@ -44,14 +44,9 @@ class MeshLayout:
 
     def gather(self, module: M) -> M:
         """Whole weights. ZeRO-3: an all-gather over fsdp per leaf (backward: reduce-scatter); else no collective."""
-        stacked = ("layers",)
 
         def whole(axes: tuple[str, ...], value: Any) -> jax.Array:
-            dtype = compute_dtype(axes, self.dtype)
-            dim = self.zero_dims[axes] if axes in self.zero_dims else None
-            if dim is None and stacked + axes in self.zero_dims:  # one layer of a scanned stack
-                cut = self.zero_dims[stacked + axes]
-                dim = None if cut is None else cut - 1
+            dtype, dim = compute_dtype(axes, self.dtype), self.zero_dims[axes]
             if isinstance(value, Lent):
                 assert dim is not None
                 return read_lent(value.whole, value.shard, ZERO_AXIS, dim, dtype)
@@ -145,4 +140,12 @@ class MeshLayout:
 
 def _all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keep every intermediate except gathered weights, which ZeRO-3 gathers again for the backward pass."""
-    return primitive.name not in ("all_gather", "all_gather_invariant") and params.get("name") != GATHERED
+    return params.get("name") != GATHERED and not _gathers_weights(primitive, params)
+
+
+def _gathers_weights(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether this is an all-gather over the ZeRO axis, or ``gather_weight``, which the policy sees whole."""
+    if primitive.name.startswith("all_gather"):
+        return ZERO_AXIS in params["axis_name"]
+    inner = params.get("call_jaxpr")
+    return inner is not None and any(_gathers_weights(eqn.primitive, eqn.params) for eqn in inner.eqns)

@@ -13,8 +13,8 @@ from jaxpar.serialize import flatten, to_json
 def describe_program(program: Program) -> dict[str, Any]:
     """Everything ``render`` prints, ready for JSON.
 
-    ``parameters`` lists for each leaf its shape, logical axes, PartitionSpecs (stored; used; where the optimizer works),
-    optimizer group, and whether a ZeRO shard of it exists.
+    ``parameters`` lists for each leaf its shape, logical axes, PartitionSpecs (as stored, as used, as the optimizer
+    has it), optimizer group, and whether a ZeRO shard of it exists.
     """
     experiment, train = program.experiment, program.experiment.train
     groups: dict[str, dict[str, int]] = {}

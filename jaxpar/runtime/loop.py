@@ -34,6 +34,8 @@ from jaxpar.serialize import difference, from_json, to_json
 class TrainingStopped(JaxparError):
     """The run cannot go on, and says where it can be picked up."""
 
+    exit_code = 1  # of the command: nothing is wrong with its input
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
@@ -54,7 +56,7 @@ def train(
 
     ``resume`` goes on from the newest checkpoint of a run that is there already, bit for bit as if it had never
     stopped; the mesh and the devices may differ. Raises ConfigError for what cannot work, before anything is compiled;
-    TrainingStopped when the loss stays non-finite.
+    TrainingStopped when the loss stays non-finite, or when metrics or a checkpoint cannot be written.
     """
     return _Training(experiment, run, devices or jax.devices(), resume, quiet).run()
 
@@ -73,14 +75,28 @@ def load_data(experiment: Experiment, quiet: bool = True) -> Data:
     return data
 
 
+def describe_executable(step: Any) -> dict[str, Any]:
+    """Bytes on each device by class, as XLA planned them, and the versions that compiled."""
+    memory = step.memory_analysis()
+    bytes_of = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    total = sum(bytes_of.values()) - 2 * bytes_of["aliased"]
+    return {"bytes_per_device": {"total": total, **bytes_of}, "jax": jax.__version__}
+
+
 @contextlib.contextmanager
 def _reading_bar(quiet: bool) -> Iterator[Any]:
     """A progress callback of ``build_data`` that shows documents and tokens read."""
     with tqdm(desc="reading data", unit=" documents", leave=False, disable=quiet, delay=1.0) as bar:
 
         def progress(source: str, documents: int, tokens: int) -> None:
-            bar.n = documents
-            bar.set_postfix_str(f"{source}: {tokens:,} tokens")
+            bar.set_postfix_str(f"{source}: {tokens:,} tokens", refresh=False)
+            bar.update(documents - bar.n)
 
         yield progress
 
@@ -104,21 +120,40 @@ class _Training:
 
     def run(self) -> Summary:
         """Everything, with the folder locked while it lasts."""
+        if not self.resume:
+            self.folder.refuse_a_run()
         saved = self._saved_config()
         self.data = load_data(self.experiment, self.quiet)
         if jax.process_index() == 0:
-            self.folder.start(to_json(self.experiment), self.resume)
+            self.folder.start(to_json(saved or self.experiment), self.resume)
         with self.folder:
             first = self.checkpoints.latest() if self.resume else None
             self._introduce(first, saved)
             state = None if first is None else self._restore(first)
+            self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
             self.folder.truncate_after(first or 0)
             compile_start = time.perf_counter()
             step = self.program.step
-            self._say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
+            seconds = time.perf_counter() - compile_start
+            self._say(f"compiled in {seconds:.1f} s")
+            self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(step)})
             if state is None:
                 state = self.program.init()
-            return self._loop(step, state, first or 0)
+            try:
+                return self._loop(step, state, first or 0)
+            except (ConfigError, TrainingStopped):
+                raise
+            except JaxparError as error:  # a full disk
+                raise TrainingStopped(f"{error}; {self._where_to_go_on()}") from error
+            finally:
+                with contextlib.suppress(JaxparError):
+                    self.checkpoints.wait()
+
+    def _where_to_go_on(self) -> str:
+        with contextlib.suppress(JaxparError):
+            self.checkpoints.wait()
+        latest = self.checkpoints.latest()
+        return "no checkpoint is complete" if latest is None else f"--resume goes on from step {latest}"
 
     def _saved_config(self) -> Experiment | None:
         """The config of the run that is resumed; checks that it can go on with this one."""
@@ -181,7 +216,7 @@ class _Training:
         with (
             _Signals() as signals,
             self.data.loader(train.global_batch, first, jax.process_index(), jax.process_count()) as loader,
-            tqdm(total=train.steps, initial=first, unit="step", disable=self.quiet, dynamic_ncols=True) as self.bar,
+            self._progress_bar(first) as self.bar,
         ):
             pending = None
             for t in range(first, train.steps):
@@ -190,8 +225,9 @@ class _Training:
                     done += 1
                     self._record(done, pending)
                 pending = metrics
-                stopping = signals.caught is not None or t + 1 == train.steps
-                evaluating = (t + 1) % train.eval_every == 0 or stopping
+                last = t + 1 == train.steps
+                stopping = signals.caught is not None or last
+                evaluating = (t + 1) % train.eval_every == 0 or last  # a signal changes no metrics
                 saving = (t + 1) % train.checkpoint_every == 0 or stopping
                 if evaluating or saving or self.skipped_in_a_row:
                     done += 1
@@ -200,7 +236,7 @@ class _Training:
                     pause = time.perf_counter()
                     if self.skipped_in_a_row > train.max_skipped:
                         self._give_up(done, state)
-                    if evaluating and signals.caught is None:
+                    if evaluating:
                         self._evaluate(done, state)
                     if saving:
                         self._save(done, state)
@@ -210,6 +246,12 @@ class _Training:
             self.checkpoints.wait()
             caught = signals.caught if done < train.steps else None
         return self._finish(done, caught)
+
+    def _progress_bar(self, first: int) -> tqdm:
+        """Steps done, with an ETA; a line now and then where the output is a file."""
+        often = 0.2 if sys.stderr.isatty() else 10.0
+        total = self.experiment.train.steps
+        return tqdm(total=total, initial=first, unit="step", disable=self.quiet, dynamic_ncols=True, mininterval=often)
 
     def _record(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Read a step's metrics, which waits for the device, and write them down."""
@@ -248,8 +290,8 @@ class _Training:
         train = self.experiment.train
         size = train.global_batch // train.microbatches
         total, count = 0.0, 0.0
-        batches = self.data.evaluation.batches(size, train.eval_batches, jax.process_index(), jax.process_count())
-        for batch in batches:
+        most = train.eval_batches * train.microbatches
+        for batch in self.data.evaluation.batches(size, most, jax.process_index(), jax.process_count()):
             loss, tokens = self.program.evaluate(state["params"], self.program.put(batch, 0), self.scalars)
             total, count = total + float(loss), count + float(tokens)
         self.eval_loss = total / max(count, 1.0)

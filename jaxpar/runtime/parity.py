@@ -22,13 +22,14 @@ import numpy as np
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import Experiment
 from jaxpar.mesh.axes import MESH_AXES, MeshConfig
+from jaxpar.mesh.rules import ZeroStage
 from jaxpar.optim.optimizers import AdamWConfig
 from jaxpar.optim.schedules import ScheduleConfig
 from jaxpar.program import Program
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "update": 1e-5}  # relative; a leaf is relative to its largest value
 _RUNNING = threading.Lock()  # two programs whose virtual devices wait for each other must not share the cores
-FAST_COMPILE = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+FAST_COMPILE: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": "0"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Layout:
     """One way to run the experiment."""
 
     mesh: MeshConfig
-    zero: int
+    zero: ZeroStage
     microbatches: int = 1
 
     @property
@@ -68,11 +69,12 @@ def layouts() -> Iterator[Layout]:
     yield Layout(mesh(expert=8), 3)
     yield Layout(mesh(context=8), 3)
     yield Layout(mesh(tensor=4, data=2), 3)
-    for zero in (0, 1, 2, 3):
+    stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+    for zero in stages:
         yield Layout(mesh(fsdp=8), zero)
-    for zero in (1, 2, 3):
+    for zero in stages[1:]:
         yield Layout(mesh(fsdp=4, data=2), zero, microbatches=2)
-    for zero in (0, 1, 2, 3):
+    for zero in stages:
         yield Layout(mesh(fsdp=2, tensor=4), zero)
     yield Layout(mesh(data=2, context=4), 3)
     yield Layout(mesh(data=2, expert=4), 3)

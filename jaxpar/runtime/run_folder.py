@@ -3,6 +3,7 @@
 ::
 
     config.json      the run's config
+    compile.json     what compiling it took and what the compiled step needs
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     figures/         PNG files
@@ -24,8 +25,7 @@ from jaxpar.errors import ConfigError, JaxparError
 class RunFolder:
     """Reading needs nothing else; writing starts with ``start`` and ends with ``close`` (or a ``with`` block).
 
-    In a run of several processes, process 0 alone calls ``start``; in the others ``append`` and ``truncate_after`` do
-    nothing.
+    In a run of several processes, process 0 alone calls ``start``; in the others what writes does nothing.
     """
 
     def __init__(self, path: Path | str):
@@ -47,9 +47,9 @@ class RunFolder:
             self.figures.mkdir(exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self.config_file.exists() and not resume:
-                raise ConfigError("run", str(self.path), "already holds a run", "another folder, or resume")
-            _replace(self.config_file, json.dumps(config, indent=1) + "\n")
+            if not resume:
+                self.refuse_a_run()
+            self.write_config(config)
         except BlockingIOError as error:
             self.close()
             raise ConfigError("run", str(self.path), "is being written by another process") from error
@@ -59,6 +59,20 @@ class RunFolder:
         except BaseException:
             self.close()
             raise
+
+    def refuse_a_run(self) -> None:
+        """Raise ``ConfigError`` if the folder holds a run."""
+        if self.config_file.exists():
+            raise ConfigError("run", str(self.path), "already holds a run", "another folder, or resume")
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Replace ``config.json``, atomically."""
+        if self._lock is None:
+            return
+        try:
+            _replace(self.config_file, json.dumps(config, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Release the lock."""
@@ -75,6 +89,15 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The content of ``config.json``; ``JaxparError`` if the folder holds no readable one."""
         return _read(self.config_file, json.loads)
+
+    def write(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write the JSON file ``name``; ``JaxparError`` if that fails."""
+        if self._lock is None:
+            return
+        try:
+            _replace(self.path / name, json.dumps(data, indent=1) + "\n")
+        except OSError as error:
+            raise JaxparError(f"{self.path / name} could not be written: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to ``metrics.jsonl``; it has left this process on return. 0-d arrays become numbers."""

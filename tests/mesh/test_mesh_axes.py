@@ -78,7 +78,7 @@ def test_a_dimension_tensor_parallelism_does_not_divide():
     """Named, with what would divide it."""
     with pytest.raises(
         ConfigError, match=r"^layers\.attention\.k: kv_heads 2 is not divisible by mesh\.tensor 4 \(legal: 1, 2\)$"
-    ):  # noqa: E501
+    ):
         place("layers.attention.k", ("layers", "embed", "kv_heads", "head_dim"), (2, 32, 2, 8), sizes(tensor=4),
               ShardingRules())  # fmt: skip
 

@@ -62,7 +62,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_are_dense_attention(case):
     """Keys at half their gradient, or a band one key too wide or too narrow, are far outside."""
-    keys, options = 24 if "blocks" == case else 22, dict(CASES[case])
+    keys, options = 24 if case == "blocks" else 22, dict(CASES[case])
     mask, documents = options.pop("mask", Mask()), options.pop("documents", False)
     offset, queries = options.pop("offset", 0), options.pop("queries", keys)
     qkv, do = inputs(queries, keys, kv_heads=options.pop("kv_heads", 2))

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpar.errors import ConfigError
 from jaxpar.models.decoder import Decoder, DecoderConfig
-from jaxpar.models.layers import truncated_normal
+from jaxpar.models.initializers import truncated_normal
 from jaxpar.models.layout import SingleDevice, compute_dtype, lookup
 
 
