@@ -77,12 +77,12 @@ def _count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError("--devices", text, "is not an integer", "a positive integer") from None
+        raise argparse.ArgumentTypeError(f"{text} is not an integer") from None
 
 
 def _folder(text: str) -> Path:
     if not text:
-        raise ConfigError("--run", text, "is empty", "a folder")
+        raise argparse.ArgumentTypeError("a folder without a name")
     return Path(text)
 
 

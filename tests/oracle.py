@@ -5,6 +5,7 @@ positions multiply complex numbers, logits are whole, and everything is float64.
 """
 
 import functools
+import re
 import zlib
 
 import jax
@@ -34,7 +35,7 @@ RELU2 = DecoderConfig(
 MODELS = {"llama": LLAMA, "gemma": GEMMA, "gpt": GPT, "relu2": RELU2}
 
 
-# -- the equations -----------------------------------------------------------------------------------------------------
+# -- the equations ---------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x, scale, eps):
@@ -113,6 +114,12 @@ def token_losses(out_BSV, targets_BS):
     return lse - jnp.take_along_axis(out_BSV, targets_BS[..., None], -1)[..., 0], lse
 
 
+@functools.partial(jax.jit, static_argnums=1, compiler_options=FAST_COMPILE)
+def compiled_logits(params, config, batch):
+    """``logits`` in the dtype of the parameters."""
+    return logits(params, config, batch)
+
+
 def losses(params, config, batch, z_loss=Z_LOSS):
     """(objective, loss): sums over valid tokens divided by the number of valid tokens of the whole batch."""
     nll, lse = token_losses(logits(params, config, batch), batch["targets"])
@@ -128,7 +135,7 @@ def gradients(params, config, batch, z_loss=Z_LOSS):
         return jax.tree.map(np.asarray, grad(params, config, batch, z_loss))
 
 
-# -- weights and batches -----------------------------------------------------------------------------------------------
+# -- weights and batches ---------------------------------------------------------------------------------------------
 
 
 def random_params(program):
@@ -162,7 +169,7 @@ def put_state(program, params):
 
 
 def ragged_batch(rows=16, length=16, vocab=48, seed=0, empty_rows=()):
-    """Packed documents of random lengths, padding at the ends, holes in the mask, ``empty_rows`` without valid tokens."""
+    """Packed documents of random lengths, padding at the ends, holes in the mask; nothing valid in ``empty_rows``."""
     rng = np.random.default_rng(seed)
     shape = (rows, length)
     batch = {"tokens": rng.integers(0, vocab, shape), "targets": rng.integers(0, vocab, shape)}
@@ -179,7 +186,7 @@ def ragged_batch(rows=16, length=16, vocab=48, seed=0, empty_rows=()):
     return {k: v if k == "mask" else v.astype(np.int32) for k, v in batch.items()}
 
 
-# -- Programs ----------------------------------------------------------------------------------------------------------
+# -- Programs --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -223,6 +230,11 @@ def program_gradients(program, batch, params=None):
 def expected_gradients(program, **batch):
     """The oracle's gradients and loss for this Program's model and ``ragged_batch(**batch)``."""
     return gradients(random_params(program), program.experiment.model, ragged_batch(**batch))
+
+
+def shapes(text):
+    """Every array shape in compiled HLO."""
+    return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[(\d+(?:,\d+)*)\]\{", text)}
 
 
 def assert_leaves_close(got, want, tolerance=1e-5):

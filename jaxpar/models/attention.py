@@ -59,25 +59,25 @@ def attention(
 
 
 def _visible(q_at: jax.Array, k_at: jax.Array, q_seg: Any, k_seg: Any, window: int | None) -> jax.Array:
-    """[B or 1, 1, 1, S, T]: whether the query at position ``q_at`` sees the key at ``k_at``."""
+    """[B or 1, 1, S, 1, T]: whether the query at position ``q_at`` sees the key at ``k_at``."""
     seen = q_at[:, None] >= k_at[None, :]
     if window is not None:
         seen &= q_at[:, None] - k_at[None, :] < window
     seen = seen[None]
     if q_seg is not None:
         seen = seen & (q_seg[:, :, None] == k_seg[:, None, :])
-    return seen[:, None, None]
+    return seen[:, None, :, None]
 
 
 def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> jax.Array:
-    s = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32)
+    s = jnp.einsum("bsgrk,btgk->bgsrt", q, k, preferred_element_type=jnp.float32)
     return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, q_seg: Any, k_seg: Any, q_offset: Any, mask: Mask) -> jax.Array:
     seen = _visible(q_offset + jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q_seg, k_seg, mask.window)
     p = jax.nn.softmax(jnp.where(seen, _logits(q, k, mask.softcap), NEVER), axis=-1)
-    return jnp.einsum("bgrst,btgk->bsgrk", p.astype(v.dtype), v)
+    return jnp.einsum("bgsrt,btgk->bsgrk", p.astype(v.dtype), v)
 
 
 def block_pairs(queries: int, keys: int, chunk: int, window: int | None, aligned: bool) -> np.ndarray:
@@ -126,7 +126,7 @@ def _join(x: jax.Array) -> jax.Array:
 
 
 def _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, chunk):
-    """Masked logits [B, G, R, C, C] of one pair of blocks, and which of them are seen."""
+    """Masked logits [B, G, C, R, C] of one pair of blocks, and which of them are seen."""
     at = jnp.arange(chunk)
     seen = _visible(q_offset + i * chunk + at, j * chunk + at, q_segs[i], k_segs[j], mask.window)
     return jnp.where(seen, _logits(qs[i], ks[j], mask.softcap), NEVER), seen
@@ -140,8 +140,8 @@ def _zeros_varying_like(q: jax.Array, k: jax.Array, shape: tuple[int, ...]) -> j
 def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
     qs, ks, vs, q_segs, k_segs = (_cut(x, chunk) for x in (q, k, v, q_seg, k_seg))
     n, B, C, G, R, K = qs.shape
-    zero = _zeros_varying_like(q, k, (n, B, G, R, C))
-    acc = _zeros_varying_like(q, k, (n, B, G, R, C, K))
+    zero = _zeros_varying_like(q, k, (n, B, G, C, R))
+    acc = _zeros_varying_like(q, k, (n, B, G, C, R, K))
 
     def step(carry, pair):
         top, total, acc = carry
@@ -150,7 +150,7 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
         new_top = jnp.maximum(top[i], s.max(-1))
         p = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0.0)
         keep = jnp.exp(top[i] - new_top)
-        pv = jnp.einsum("bgrst,btgk->bgrsk", p.astype(v.dtype), vs[j], preferred_element_type=jnp.float32)
+        pv = jnp.einsum("bgsrt,btgk->bgsrk", p.astype(v.dtype), vs[j], preferred_element_type=jnp.float32)
         carry = (
             top.at[i].set(new_top),
             total.at[i].set(total[i] * keep + p.sum(-1)),
@@ -161,7 +161,7 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
     pairs = block_pairs(n, ks.shape[0], C, mask.window, aligned)
     (top, total, acc), _ = jax.lax.scan(step, (zero + NEVER, zero, acc), jnp.asarray(pairs))
     total = jnp.maximum(total, 1e-30)
-    o_cut = (acc / total[..., None]).transpose(0, 1, 4, 2, 3, 5).astype(q.dtype)
+    o_cut = (acc / total[..., None]).swapaxes(2, 3).astype(q.dtype)
     lse = top + jnp.log(total)
     o = _join(o_cut)
     return o, (q, k, v, q_seg, k_seg, q_offset, o, lse)
@@ -170,7 +170,7 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
 def _blocks_backward(mask, chunk, aligned, saved, do):
     q, k, v, q_seg, k_seg, q_offset, o, lse = saved
     qs, ks, vs, q_segs, k_segs, dos = (_cut(x, chunk) for x in (q, k, v, q_seg, k_seg, do))
-    delta = jnp.sum(_cut(o, chunk).astype(jnp.float32) * dos.astype(jnp.float32), -1).transpose(0, 1, 3, 4, 2)
+    delta = jnp.sum(_cut(o, chunk).astype(jnp.float32) * dos.astype(jnp.float32), -1).swapaxes(2, 3)
     n, C = qs.shape[0], chunk
 
     def step(carry, pair):
@@ -179,14 +179,14 @@ def _blocks_backward(mask, chunk, aligned, saved, do):
         s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, C)
         p = jnp.where(seen, jnp.exp(s - lse[i][..., None]), 0.0)
         do_i = dos[i]
-        dv_j = jnp.einsum("bgrst,bsgrk->btgk", p.astype(do_i.dtype), do_i, preferred_element_type=jnp.float32)
-        dp = jnp.einsum("bsgrk,btgk->bgrst", do_i, vs[j], preferred_element_type=jnp.float32)
+        dv_j = jnp.einsum("bgsrt,bsgrk->btgk", p.astype(do_i.dtype), do_i, preferred_element_type=jnp.float32)
+        dp = jnp.einsum("bsgrk,btgk->bgsrt", do_i, vs[j], preferred_element_type=jnp.float32)
         ds = p * (dp - delta[i][..., None])
         if mask.softcap is not None:
             ds *= 1 - jnp.square(jnp.where(seen, s, 0.0) / mask.softcap)
         ds = ds.astype(q.dtype)
-        dq_i = jnp.einsum("bgrst,btgk->bsgrk", ds, ks[j], preferred_element_type=jnp.float32)
-        dk_j = jnp.einsum("bgrst,bsgrk->btgk", ds, qs[i], preferred_element_type=jnp.float32)
+        dq_i = jnp.einsum("bgsrt,btgk->bsgrk", ds, ks[j], preferred_element_type=jnp.float32)
+        dk_j = jnp.einsum("bgsrt,bsgrk->btgk", ds, qs[i], preferred_element_type=jnp.float32)
         return (dq.at[i].add(dq_i), dk.at[j].add(dk_j), dv.at[j].add(dv_j)), None
 
     pairs = block_pairs(n, ks.shape[0], C, mask.window, aligned)

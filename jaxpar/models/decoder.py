@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         def layer(x_BSD: jax.Array, params: Any, cos: Any, sin: Any, segments_BS: Any) -> jax.Array:
             return layout.gather(nnx.merge(graph, params))(x_BSD, cos, sin, segments_BS, layout)
 
-        layer = layout.remat(layer)
+        layer = layout.remat(layer, in_loop=self.config.scan_unroll < self.config.num_layers)
         if self.config.scan_unroll == self.config.num_layers:  # a plain loop: a scan would stack what backward needs
             for one in _unstack(params, self.config.num_layers):
                 x_BSD = layer(x_BSD, one, cos, sin, segments_BS)

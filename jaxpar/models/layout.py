@@ -42,8 +42,8 @@ class Layout(Protocol):
         """Causal attention of the whole sequence, [B, S, H, K]."""
         ...
 
-    def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """The layer function under the rematerialisation policy."""
+    def remat(self, layer: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
+        """The layer function under the rematerialisation policy; ``in_loop``: its scan is not unrolled whole."""
         ...
 
 
@@ -116,6 +116,6 @@ class SingleDevice:
         """Chunked attention."""
         return attention(q_BSHK, k_BTGK, v_BTGK, segments_BS, segments_BS, mask)
 
-    def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+    def remat(self, layer: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
         """Nothing is recomputed."""
         return layer

@@ -118,11 +118,12 @@ class MeshLayout:
         chunk = default_chunk(h_ND.shape[0], head_DV.shape[1])
         return cross_entropy(h_ND, head_DV, targets_BS.reshape(-1), mask_BS.reshape(-1), z_loss, softcap, axis, chunk)
 
-    def remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+    def remat(self, layer: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
         """What the backward pass recomputes.
 
         ``none``: nothing but weight gathers; ``dots``: all but matrix products; ``qkv``: all but the inputs of
-        attention; ``full``: everything from the layer's input.
+        attention; ``full``: everything from the layer's input. Outside a loop the compiler would find the values again
+        in the forward pass and keep them, so there a barrier stands between the two.
         """
         policies = jax.checkpoint_policies
         if self.remat_policy == "full":
@@ -135,7 +136,7 @@ class MeshLayout:
             policy = _all_but_gathers
         else:
             return layer
-        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
 
 
 def _all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:

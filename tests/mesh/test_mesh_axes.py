@@ -121,7 +121,7 @@ def test_devices():
     assert start_devices() == jax.devices()
     with pytest.raises(ConfigError, match=r"^--devices: 9 devices are not there \(legal: 1 to 8 \(cpu\)\)$"):
         start_devices(9)
-    with pytest.raises(ConfigError, match="^--devices: 0 "):
+    with pytest.raises(ConfigError, match=r"^--devices: 0 "):
         start_devices(0)
 
 

@@ -24,8 +24,12 @@ def dense(qkv, do, segments, offset, mask):
     seen = oracle.sees(segments, mask.window)[:, offset : offset + q.shape[1]]
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*qkv, do)]
-        o, back = jax.vjp(lambda q, k, v: oracle.softmax_attention(q, k, v, seen, mask.softcap), *wide[:3])
-        return jax.tree.map(np.asarray, (o, *back(wide[3])))
+
+        def run(q, k, v, do):
+            o, back = jax.vjp(lambda q, k, v: oracle.softmax_attention(q, k, v, seen, mask.softcap), q, k, v)
+            return o, *back(do)
+
+        return jax.tree.map(np.asarray, jax.jit(run, compiler_options=oracle.FAST_COMPILE)(*wide))
 
 
 def ours(qkv, do, segments, offset, mask, chunk, traced=False):
@@ -117,6 +121,7 @@ def test_no_square_of_the_length_at_training_lengths():
     def loss(q, k, v):
         return attention(q, k, v, None, None, Mask()).sum()
 
-    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile(oracle.FAST_COMPILE).as_text()
-    assert "512,512]" in text
-    assert "2048,2048]" not in text
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile(oracle.FAST_COMPILE)
+    shapes = oracle.shapes(compiled.as_text())
+    assert any(shape.count(512) == 2 for shape in shapes)
+    assert not any(shape.count(2048) > 1 for shape in shapes)

@@ -24,15 +24,31 @@ def decoder(config):
     return nnx.merge(graph, template), params
 
 
+def run(model, *batch):
+    """Logits, compiled."""
+    graph, params = nnx.split(model)
+    compiled = jax.jit(lambda p, b: nnx.merge(graph, p)(*b), compiler_options=oracle.FAST_COMPILE)
+    return compiled(params, batch)
+
+
+def initial(config):
+    """Fresh weights as a dictionary."""
+    make = jax.jit(
+        lambda: nnx.to_pure_dict(nnx.split(Decoder(config, rngs=nnx.Rngs(params=0)))[1]),
+        compiler_options=oracle.FAST_COMPILE,
+    )
+    return jax.tree.map(np.asarray, make())
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt", "relu2"])
 def test_logits_are_the_oracles(name):
     """On one device, whole, in fp32."""
     model, params = decoder(oracle.MODELS[name])
     batch = oracle.ragged_batch(rows=2)
-    got = model(batch["tokens"], batch["positions"], batch["segments"])
+    got = run(model, batch["tokens"], batch["positions"], batch["segments"])
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), params)
-        want = np.asarray(oracle.logits(wide, oracle.MODELS[name], batch))
+        want = np.asarray(oracle.compiled_logits(wide, oracle.MODELS[name], batch))
     assert got.dtype == jnp.float32
     real = batch["segments"] > 0
     oracle.assert_leaves_close(got[real], want[real])
@@ -46,9 +62,9 @@ def test_another_document_moves_no_logit():
     tokens[1, 7:] = tokens[0, 7:]  # document 1 is the same, document 0 another
     positions = np.tile(np.r_[np.arange(7), np.arange(9)], (2, 1))
     segments = np.tile(np.repeat([1, 2], [7, 9]), (2, 1))
-    one, other = np.asarray(model(tokens, positions, segments))[:, 7:]
+    one, other = np.asarray(run(model, tokens, positions, segments))[:, 7:]
     assert np.abs(one - other).max() == 0
-    one, other = np.asarray(model(tokens, positions, np.ones_like(segments)))[:, 7:]
+    one, other = np.asarray(run(model, tokens, positions, np.ones_like(segments)))[:, 7:]
     assert np.abs(one - other).max() > 1e-3
 
 
@@ -57,7 +73,7 @@ def test_later_tokens_move_no_logit():
     model, _ = decoder(oracle.GEMMA)
     tokens = np.random.default_rng(0).integers(0, 48, (2, 16))
     tokens[1, :9] = tokens[0, :9]
-    one, other = np.asarray(model(tokens))
+    one, other = np.asarray(run(model, tokens))
     assert np.abs(one - other)[:9].max() == 0
     assert np.abs(one - other)[9].max() > 0
 
@@ -65,7 +81,7 @@ def test_later_tokens_move_no_logit():
 def test_initial_weights_are_independent():
     """No two leaves and no two layers share a value pattern, as they would with one random key for both."""
     config = dataclasses.replace(oracle.GPT, vocab_size=64, tie_embeddings=False, mlp="geglu")
-    params = nnx.to_pure_dict(nnx.split(Decoder(config, rngs=nnx.Rngs(params=0)))[1])
+    params = initial(config)
     seen = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -83,7 +99,7 @@ def test_initial_weights_are_independent():
 def test_initial_deviations():
     """D^-1/2 into a layer; out of it (fan in x 2 layers)^-1/2 (GPT-2); 1 for an embedding that is not the head."""
     config = DecoderConfig(vocab_size=2048, num_layers=3, embed=64, num_heads=4, num_kv_heads=4, mlp_width=256)
-    params = nnx.to_pure_dict(nnx.split(Decoder(config, rngs=nnx.Rngs(params=0)))[1])
+    params = initial(config)
     layers = params["layers"]
     for got, want in [
         (params["embedding"]["table"], 1.0),

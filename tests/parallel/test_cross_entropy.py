@@ -1,5 +1,7 @@
 """Cross-entropy in chunks, whole or split over the vocabulary, against full float64 logits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,8 @@ H, W = RNG.normal(size=(N, D)).astype(np.float32), 2 * RNG.normal(size=(D, V)).a
 TARGETS, MASK = RNG.integers(0, V, N).astype(np.int32), RNG.random(N) < 0.7
 
 
-def expected(z_loss, softcap, mask=MASK):
+@functools.cache
+def expected(z_loss, softcap):
     """Objective, loss, dh, dw."""
     with jax.enable_x64(True):
 
@@ -24,10 +27,11 @@ def expected(z_loss, softcap, mask=MASK):
             if softcap:
                 logits = softcap * jnp.tanh(logits / softcap)
             nll, lse = oracle.token_losses(logits[None], TARGETS[None])
-            return (mask * (nll + z_loss * lse**2)).sum(), (mask * nll).sum()
+            return (MASK * (nll + z_loss * lse**2)).sum(), (MASK * nll).sum()
 
         wide = (jnp.asarray(x.astype(np.float64)) for x in (H, W))
-        (total, loss), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(*wide)
+        grad = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True), compiler_options=oracle.FAST_COMPILE)
+        (total, loss), grads = grad(*wide)
         return jax.tree.map(np.asarray, (total, loss, *grads))
 
 
@@ -43,9 +47,10 @@ def test_whole_vocabulary(chunk, z_loss, softcap):
     def objective(h, w):
         return cross_entropy(h, w, TARGETS, MASK, jnp.float32(z_loss), softcap, None, chunk)
 
-    (total, loss), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(H, W)
+    grad = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True), compiler_options=oracle.FAST_COMPILE)
+    (total, loss), grads = grad(H, W)
     close((total, loss, *grads), expected(z_loss, softcap))
-    value = jax.jit(objective)(H, W)  # without a gradient
+    value = jax.jit(objective, compiler_options=oracle.FAST_COMPILE)(H, W)  # without a gradient
     np.testing.assert_allclose(value, (total, loss), rtol=1e-6)
 
 
@@ -139,7 +144,5 @@ def test_no_buffer_of_all_logits():
 
     shapes = [((tokens, 4), jnp.float32), ((4, words), jnp.float32), ((tokens,), jnp.int32), ((tokens,), jnp.bool_)]
     lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes))
-    text = lowered.compile(oracle.FAST_COMPILE).as_text()
-    assert "[1024,32768]" in text
-    assert "[4096,32768]" not in text
-    assert "[4,1024,32768]" not in text
+    shapes = oracle.shapes(lowered.compile(oracle.FAST_COMPILE).as_text())
+    assert max(np.prod(shape) for shape in shapes if words in shape) == 1024 * words

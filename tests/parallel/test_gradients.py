@@ -1,4 +1,4 @@
-"""A Program's loss and gradients against the oracle, leaf by leaf, on every kind of mesh (A1, B3, B6, B8, C5's kind)."""
+"""A Program's loss and gradients against the oracle, leaf by leaf, on every kind of mesh (A1, B3, B6, B8)."""
 
 import jax
 import numpy as np
@@ -91,7 +91,7 @@ def test_gradients_in_blocks(monkeypatch):
     oracle.assert_leaves_close(got, want)
 
 
-# -- packed documents (E7), over context 4: documents cross the borders of shards ---------------------------------------
+# -- packed documents (E7), over context 4: documents cross the borders of shards ------------------------------------
 
 
 def document(length, vocab, seed):
@@ -147,7 +147,7 @@ def test_another_document_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-# -- the reductions alone ------------------------------------------------------------------------------------------------
+# -- the reductions alone --------------------------------------------------------------------------------------------
 
 
 def reduce_toy(weight, values, mask, zero, axis_type, check_vma, **mesh):
