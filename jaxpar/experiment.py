@@ -40,6 +40,8 @@ class TrainConfig:
             if isinstance(value, int) and value < (0 if field.name in ("seed", "max_skipped") else 1):
                 least = 0 if field.name in ("seed", "max_skipped") else 1
                 raise ConfigError(f"train.{field.name}", value, "is too small", f"{least} or more")
+        if self.seed >= 2**31:
+            raise ConfigError("train.seed", self.seed, "is too large", f"0 to {2**31 - 1}")
         if self.global_batch % self.microbatches:
             raise ConfigError(
                 "train.microbatches",
@@ -65,6 +67,7 @@ class Experiment:
         """Check every component by itself. Raises ConfigError."""
         for part in (self.model, self.task, self.data, self.optim, self.train, self.rules):
             part.validate()
+        self.optim.schedule.validate_for(self.train.steps)
 
     def validate_on(self, sizes: dict[str, int]) -> None:
         """Check what must divide on a mesh of these axis sizes (the weights are checked where they are laid out)."""
@@ -80,6 +83,13 @@ class Experiment:
                 f"in {self.train.microbatches} microbatches gives {piece} sequences, not divisible by {shards}",
                 f"multiples of {ways * self.train.microbatches}",
             )
+        for field, logical in (
+            ("num_heads", "heads"), ("num_kv_heads", "kv_heads"), ("mlp_width", "mlp"), ("vocab_size", "vocab"),
+        ):  # fmt: skip
+            value, axes = getattr(self.model, field), self.rules.mesh_axes(logical)
+            if value % math.prod(sizes[a] for a in axes):
+                rule = f"is not divisible by mesh.{axes[0]} {sizes[axes[0]]}"
+                raise ConfigError(f"model.{field}", value, rule, f"mesh.{axes[0]} from {divisors(value)}")
         cut = sizes["context"] * sizes["tensor"]
         if self.train.seq_len % cut:
             axes = " x ".join(f"mesh.{a} {sizes[a]}" for a in ("context", "tensor") if sizes[a] > 1)

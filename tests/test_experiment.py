@@ -60,18 +60,18 @@ def test_the_plain_config_builds():
 
 
 @pytest.mark.parametrize(
-    "what, model, ways",
+    "field, what, model, ways",
     [
-        ("kv_heads", dict(num_heads=6, num_kv_heads=6), 4),
-        ("kv_heads", dict(num_heads=8, num_kv_heads=2), 4),  # B8
-        ("mlp", dict(mlp_width=66), 4),
-        ("vocab", dict(vocab_size=17), 8),  # B9: raw JAX replicates this without a word
+        ("num_heads", "heads", dict(num_heads=6, num_kv_heads=6), 4),
+        ("num_kv_heads", "kv_heads", dict(num_heads=8, num_kv_heads=2), 4),  # B8
+        ("mlp_width", "mlp", dict(mlp_width=66), 4),
+        ("vocab_size", "vocab", dict(vocab_size=17), 8),  # B9: raw JAX replicates this without a word
     ],
 )
-def test_tensor_parallelism_that_does_not_divide(what, model, ways):
-    """The dimension, its size, the axis, its size; legal axis sizes build."""
+def test_tensor_parallelism_that_does_not_divide(field, what, model, ways):
+    """The field, its value, the axis, its size; legal axis sizes build."""
     model = {"num_kv_heads": 8, **model}
-    with pytest.raises(ConfigError, match=rf"\b{what} \d+ is not divisible by mesh\.tensor {ways} ") as caught:
+    with pytest.raises(ConfigError, match=rf"^model\.{field}: \d+ is not divisible by mesh\.tensor {ways} ") as caught:
         build(model=model, mesh=dict(tensor=ways))
     assert "\n" not in str(caught.value)
     legal = [n for n in numbers(caught.value) if 8 % n == 0]

@@ -65,6 +65,8 @@ class DecoderConfig:
             raise ConfigError("model.num_heads", self.num_heads, f"does not divide model.embed {self.embed}", legal)
         if self.width_of_head % 2:
             raise ConfigError("model.head_dim", self.width_of_head, "is odd, rotary positions need pairs", "even sizes")
+        if self.rope.scaling == "ntk" and self.width_of_head < 4:
+            raise ConfigError("model.head_dim", self.width_of_head, "is too narrow for rope.scaling ntk", "4 or more")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "model.num_kv_heads",

@@ -29,6 +29,17 @@ class ScheduleConfig:
         if not 0 <= self.final_ratio <= 1:
             raise ConfigError("optim.schedule.final_ratio", self.final_ratio, "is not a share", "0 to 1")
 
+    def validate_for(self, total_steps: int) -> None:
+        """Raise ConfigError where the decay of ``wsd`` would begin before the warmup ends."""
+        decay = int(self.scalars(total_steps)["decay_steps"])
+        if self.kind == "wsd" and self.warmup_steps + decay > total_steps:
+            raise ConfigError(
+                "optim.schedule.decay_steps",
+                decay,
+                f"and warmup_steps {self.warmup_steps} do not fit in train.steps {total_steps}",
+                f"at most {max(total_steps - self.warmup_steps, 0)}",
+            )
+
     def scalars(self, total_steps: int) -> dict[str, float]:
         """The traced numbers of the schedule."""
         decay = self.decay_steps if self.decay_steps is not None else max(total_steps // 5, 1)

@@ -1,4 +1,4 @@
-"""``jaxpar bench train``: the training step against a hand-written one, the loader against the step, and a peer's shape.
+"""``jaxpar bench train``: the step against a hand-written one, the loader against the step, and a peer's shape.
 
 The two steps take turns in one process, a few steps at a time, so that a noisy machine slows both; the ratio is the
 median over the turns.
@@ -38,19 +38,14 @@ def run_bench(as_json: bool) -> int:
     if as_json:
         print(json.dumps(result))
         return 0
-    print(f"quickstart step          {result['tokens_per_second']:>12,.0f} tokens/s")
-    print(f"hand-written step        {result['handwritten_tokens_per_second']:>12,.0f} tokens/s")
-    print(
-        f"ratio                    {result['ratio']:>12.2f}  (turns: {result['ratio_low']:.2f} to {result['ratio_high']:.2f})"
-    )
-    print(
-        f"loader alone             {result['loader_tokens_per_second']:>12,.0f} tokens/s, "
-        f"{result['loader_over_step']:,.0f} times what the step consumes"
-    )
-    print(
-        f"peer's shape             {result['peer_shape_tokens_per_second']:>12,.0f} tokens/s "
-        f"(MaxText, measured on another day on such a machine: {PEER_TOKENS_PER_SECOND:,})"
-    )
+    turns = f"turns: {result['ratio_low']:.2f} to {result['ratio_high']:.2f}"
+    print(f"quickstart step    {result['tokens_per_second']:>12,.0f} tokens/s")
+    print(f"hand-written step  {result['handwritten_tokens_per_second']:>12,.0f} tokens/s")
+    print(f"ratio              {result['ratio']:>12.2f}  ({turns})")
+    print(f"loader alone       {result['loader_tokens_per_second']:>12,.0f} tokens/s")
+    print(f"loader over step   {result['loader_over_step']:>12,.0f}")
+    print(f"the peer's shape   {result['peer_shape_tokens_per_second']:>12,.0f} tokens/s")
+    print(f"the peer           {PEER_TOKENS_PER_SECOND:>12,} tokens/s  (MaxText, on another such machine)")
     return 0
 
 
@@ -124,7 +119,7 @@ def _peer_shape(devices: list[Any]) -> dict[str, float]:
 
 
 def handwritten_step(experiment: Experiment, batch: dict[str, np.ndarray]) -> Step:
-    """A plain JAX training step on one device: a Python loop over layers, dense attention, whole logits, optax AdamW."""
+    """A plain JAX step on one device: a Python loop over layers, dense attention, whole logits, optax AdamW."""
     c, optim = experiment.model, experiment.optim
     assert isinstance(optim, AdamWConfig) and c.mlp == "swiglu" and not c.tie_embeddings
     random = np.random.default_rng(0)

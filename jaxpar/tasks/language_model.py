@@ -20,8 +20,8 @@ class LanguageModelConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for a weight that cannot be."""
-        if self.z_loss < 0:
-            raise ConfigError("task.z_loss", self.z_loss, "is negative", "0 or more")
+        if not self.z_loss >= 0:
+            raise ConfigError("task.z_loss", self.z_loss, "is no weight", "0 or more")
 
     def scalars(self) -> dict[str, float]:
         """The traced numbers of the objective."""
