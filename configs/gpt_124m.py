@@ -3,8 +3,7 @@
     jaxpar train configs/gpt_124m.py --data.tokenizer tokenizer.json    # on accelerators
     jaxpar train configs/gpt_124m.py --smoke                            # the same shape of experiment, on any CPU
 
-The text is Python's standard library until ``--data.sources`` names another; bytes need no tokenizer file. Eight
-accelerators hold 64 sequences each in one microbatch.
+The text is Python's standard library until ``--data.sources`` names another; bytes need no tokenizer file.
 """
 
 import dataclasses

@@ -68,21 +68,16 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(command: str, description: str) -> _Parser:
     parser = _Parser(prog=f"jaxpar {command}", description=description, allow_abbrev=False)
-    parser.add_argument("--devices", type=_count, help="devices to use; a CPU is cut into that many virtual ones")
+    parser.add_argument("--devices", help="N devices to use, a CPU cut into as many virtual ones; or cpu:N")
     parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
     return parser
-
-
-def _count(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer") from None
 
 
 def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("a folder without a name")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is not a folder of this machine's file systems")
     return Path(text)
 
 
@@ -156,7 +151,12 @@ def _train(arguments: list[str]) -> int:
     from jaxpar.mesh.devices import start_devices
     from jaxpar.runtime.loop import TrainingStopped, train
 
-    summary = train(experiment, run, start_devices(options.devices), options.resume, options.quiet)
+    devices = start_devices(options.devices)
+    try:
+        summary = train(experiment, run, devices, options.resume, options.quiet)
+    except TrainingStopped:
+        _draw(run, None)
+        raise
     try:
         figure = _draw(run, summary.unigram_entropy)
     except OSError as error:
@@ -217,7 +217,7 @@ def _parity(arguments: list[str]) -> int:
     from jaxpar.mesh.devices import start_devices
     from jaxpar.runtime.parity import run_parity
 
-    return run_parity(experiment, start_devices(options.devices or 8), options.only, options.json)
+    return run_parity(experiment, start_devices(options.devices or "cpu:8"), options.only, options.json)
 
 
 def _bench(arguments: list[str]) -> int:

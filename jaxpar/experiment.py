@@ -30,6 +30,7 @@ class TrainConfig:
     eval_batches: int = 20  # batches of an evaluation at most
     checkpoint_every: int = 500  # steps between checkpoints; there is always one at the end
     keep_checkpoints: int = 2  # the newest ones to keep
+    keep_every: int | None = None  # and every multiple of this many steps; none: only the newest
     log_every: int = 1  # steps between lines of metrics.jsonl
     max_skipped: int = 5  # consecutive non-finite steps, each skipped whole, after which the run stops
 
@@ -86,10 +87,10 @@ class Experiment:
         for field, logical in (
             ("num_heads", "heads"), ("num_kv_heads", "kv_heads"), ("mlp_width", "mlp"), ("vocab_size", "vocab"),
         ):  # fmt: skip
-            value, axes = getattr(self.model, field), self.rules.mesh_axes(logical)
-            if value % math.prod(sizes[a] for a in axes):
-                rule = f"is not divisible by mesh.{axes[0]} {sizes[axes[0]]}"
-                raise ConfigError(f"model.{field}", value, rule, f"mesh.{axes[0]} from {divisors(value)}")
+            value, split = getattr(self.model, field), self.rules.mesh_axes(logical)
+            if value % math.prod(sizes[a] for a in split):
+                rule = f"is not divisible by mesh.{split[0]} {sizes[split[0]]}"
+                raise ConfigError(f"model.{field}", value, rule, f"mesh.{split[0]} from {divisors(value)}")
         cut = sizes["context"] * sizes["tensor"]
         if self.train.seq_len % cut:
             axes = " x ".join(f"mesh.{a} {sizes[a]}" for a in ("context", "tensor") if sizes[a] > 1)
@@ -109,5 +110,5 @@ class Experiment:
         import jax.numpy as jnp
 
         if self.train.compute == "auto":
-            return jnp.float32 if platform == "cpu" else jnp.bfloat16
+            return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
         return jnp.dtype(self.train.compute)

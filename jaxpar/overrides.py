@@ -74,7 +74,7 @@ def load_config(name_or_path: str, variant: str = "config") -> object:
         config = function()
     except JaxparError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = " ".join(str(error).split()) or "no message"
         rule = f"raised {type(error).__name__} at {_place(error, path)}: {message}"
         raise ConfigError("config", name_or_path, rule) from error
@@ -122,7 +122,7 @@ def _import(path: Path) -> types.ModuleType:
     return module
 
 
-def _place(error: Exception, path: Path) -> str:
+def _place(error: BaseException, path: Path) -> str:
     """``FILE:LINE`` of the innermost config file that an exception passed through."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -235,6 +235,7 @@ def _refuse_unknown(settings: Settings, known: list[str], owner: str, hint: Hint
             continue
         paths = {leaf.path.rpartition(".")[2]: leaf.path for leaf in reversed(list(walk(root, indexed=False)))}
         paths |= {name: join(path, name) for name in known}
+        paths = {name: full for name, full in paths.items() if full != join(path, ".".join(keys))}
         close = get_close_matches(keys[-1], paths, n=1)
         rule = f"sets an unknown field of {owner}"
         if known:

@@ -7,8 +7,10 @@ exist: ``abstract_state`` and ``abstract_batch`` are enough to lower and compile
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,8 +21,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.experiment import Experiment
+from jaxpar.logical import LogicalAxes, of_one_layer
 from jaxpar.mesh.axes import make_mesh
 from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES, LeafLayout, place, spec
+from jaxpar.models.layout import is_variable
 from jaxpar.optim.routing import Group, group_of
 from jaxpar.parallel.attention import choose_kernel
 from jaxpar.parallel.collectives import Lent
@@ -35,16 +39,10 @@ class Parameter:
     """What is known of one parameter before it exists."""
 
     name: str  # dotted path
-    axes: tuple[str, ...]  # logical axes
+    axes: LogicalAxes
     shape: tuple[int, ...]
     layout: LeafLayout
     group: Group
-
-    def zero_dim_of_layer(self) -> tuple[tuple[str, ...], int | None]:
-        """Logical axes of one layer's slice of it, and the dimension of the slice that ZeRO cuts."""
-        scanned = int(self.axes[0] == "layers")
-        dim = self.layout.zero_dim
-        return self.axes[scanned:], None if dim is None else dim - scanned
 
 
 class Program:
@@ -68,14 +66,13 @@ class Program:
             context=self.sizes["context"],
         )
         self._describe_parameters()
-        zero = experiment.rules.zero
-        self._stored = self._specs(sharded=zero == 3)
-        self._updated = self._specs(sharded=zero >= 1)
-        self._reducer = Reducer(self._layouts, self.sizes, zero)
+        self._stored = self._tree([p.layout.stored for p in self.parameters])
+        self._updated = self._tree([p.layout.updated for p in self.parameters])
+        self._reducer = Reducer(self._layouts, self.sizes)
         self._layout = MeshLayout(
             sizes=self.sizes,
             rules=experiment.rules,
-            zero_dims=dict(p.zero_dim_of_layer() for p in self.parameters),
+            zero_dims=self._zero_dims(),
             dtype=self.dtype,
             kernel=self.kernel,
             remat_policy=experiment.train.remat,
@@ -87,14 +84,14 @@ class Program:
         model = nnx.eval_shape(lambda: experiment.task.init(experiment.model, jax.random.key(0)))
         self._graph, self._template = nnx.split(model)
         shapes = nnx.to_pure_dict(self._template)
-        variables = jax.tree.leaves(self._template, is_leaf=_is_variable)
+        variables = jax.tree.leaves(self._template, is_leaf=is_variable)
         paths = [".".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
         self.parameters: list[Parameter] = []
         for name, variable in zip(paths, variables, strict=True):
             axes, shape = variable.get_metadata("logical_axes"), variable.get_value().shape
             axes = ("layers", *axes) if len(axes) < len(shape) else axes
             layout = place(name, axes, shape, self.sizes, experiment.rules)
-            self.parameters.append(Parameter(name, axes, shape, layout, group_of(name, axes)))
+            self.parameters.append(Parameter(name, axes, shape, layout, group_of(axes)))
         self._structure = jax.tree.structure(shapes)
         self._layouts = self._tree([p.layout for p in self.parameters])
         self._groups = self._tree([p.group for p in self.parameters])
@@ -103,8 +100,14 @@ class Program:
         """``leaves``, one for each of ``parameters``, as a tree like the parameters."""
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _specs(self, sharded: bool) -> Any:
-        return self._tree([p.layout.sharded if sharded else p.layout.used for p in self.parameters])
+    def _zero_dims(self) -> dict[LogicalAxes, int | None]:
+        """Logical axes of one layer's slice -> the dimension of the slice that ZeRO 2 or 3 cuts."""
+        dims: dict[LogicalAxes, int | None] = {}
+        for p in self.parameters:
+            axes, dim = of_one_layer(p.axes), p.layout.zero_dim if p.layout.stage > 1 else None
+            dim = None if dim is None else dim - (len(p.axes) - len(axes))
+            assert dims.setdefault(axes, dim) == dim, f"two leaves with axes {axes} are cut differently"
+        return dims
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -199,10 +202,10 @@ class Program:
 
     def _objective(self, scalars: dict[str, jax.Array]) -> Any:
         def objective(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            variables = jax.tree.leaves(self._template, is_leaf=_is_variable)
+            variables = jax.tree.leaves(self._template, is_leaf=is_variable)
             values = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lent))
             filled = [v.replace(x) for v, x in zip(variables, values, strict=True)]
-            state = jax.tree.unflatten(jax.tree.structure(self._template, is_leaf=_is_variable), filled)
+            state = jax.tree.unflatten(jax.tree.structure(self._template, is_leaf=is_variable), filled)
             model = nnx.merge(self._graph, state)
             return self.experiment.task.objective(model, batch, scalars, self._layout)
 
@@ -222,12 +225,12 @@ class Program:
     ) -> tuple[State, dict[str, jax.Array]]:
         """Clip, step the optimizer, skip the whole step where the loss or a gradient is not finite; for tracing."""
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+        rate = scalars["learning_rate"] * self.experiment.optim.schedule.factor(state["step"], scalars)
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"]) & jnp.isfinite(rate)
         clip = jnp.minimum(1.0, scalars["max_grad_norm"] / jnp.maximum(norm, 1e-16))
         grads = jax.tree.map(lambda g: g * clip, grads)
         params = jax.tree.map(jax.reshard, state["params"], self._updated)
         updates, opt = self._transform(scalars).update(grads, state["opt"], params)
-        rate = scalars["learning_rate"] * self.experiment.optim.schedule.factor(state["step"], scalars)
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old)
@@ -253,6 +256,12 @@ class Program:
         out = (PartitionSpec(), PartitionSpec())
         return self._in_mesh(local, PartitionSpec(*self.batch_spec[1:]), out)(params, batch, scalars)
 
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """The context to trace in: this mesh, and fp32 products in full where fp32 was asked for."""
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else None):
+            yield
+
     def scalars(self) -> dict[str, np.float32]:
         """The experiment's traced numbers, as the step takes them."""
         return {name: np.float32(value) for name, value in self.experiment.scalars().items()}
@@ -260,7 +269,7 @@ class Program:
     def lower_step(self) -> jax.stages.Lowered:
         """The step ``(state, batch, scalars) -> (state, metrics)``, lowered; the state is donated."""
         state, batch = self.abstract_state, self.abstract_batch
-        with jax.set_mesh(self.mesh):
+        with self.tracing():
             return jax.jit(self._step, donate_argnums=0).lower(state, batch, self.scalars())
 
     @functools.cached_property
@@ -277,14 +286,10 @@ class Program:
             for k, x in self.abstract_batch.items()
         }
         params = self.abstract_state["params"]
-        with jax.set_mesh(self.mesh):
+        with self.tracing():
             return jax.jit(self._evaluate).lower(params, batch, self.scalars()).compile()
 
     @functools.cached_property
     def num_parameters(self) -> int:
         """Number of weights."""
         return sum(int(np.prod(p.shape)) for p in self.parameters)
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.cli import main
+from jaxpar.cli import _experiment, _new_run, main
 from jaxpar.data.tokenizers import ByteTokenizer
 from jaxpar.experiment import Experiment
 from jaxpar.runtime.checkpoints import Checkpoints
@@ -112,6 +112,7 @@ SOURCE = "--data.sources.0"
         ("--train.steps 3 --train.steps 4", "train.steps: --train.steps is given twice"),
         # numbers that cannot be
         ("--train.steps 0", "train.steps: 0 is too small (legal: 1 or more)"),
+        ("--train.seed 9876543210", "train.seed: 9876543210 "),
         ("--train.max_skipped -1", "train.max_skipped: -1 is too small (legal: 0 or more)"),
         ("--optim.learning_rate -1", "optim.learning_rate: -1.0 is not a rate"),
         ("--optim.b2 1", "optim.b2: 1.0 is not a decay rate"),
@@ -121,12 +122,15 @@ SOURCE = "--data.sources.0"
         ("--model.num_kv_heads 3", "model.num_kv_heads: 3 does not divide model.num_heads 4 (legal: 1, 2, 4)"),
         ("--model.scan_unroll 3", "model.scan_unroll: 3 does not divide model.num_layers 2 (legal: 1, 2)"),
         ("--train.microbatches 3", "train.microbatches: 3 does not divide train.global_batch 8 (legal: 1, 2, 4, 8)"),
-        ("--devices 8 --mesh.tensor 8", "layers.attention.k: kv_heads 4 is not divisible by mesh.tensor 8"),
+        (
+            "--devices 8 --mesh.tensor 8",
+            "model.num_heads: 4 is not divisible by mesh.tensor 8 (legal: mesh.tensor from 1, 2, 4)",
+        ),
         (
             "--devices 2 --mesh.tensor 2 --model.vocab_size 265",
-            "embedding.table: vocab 265 is not divisible by mesh.te",
+            "model.vocab_size: 265 is not divisible by mesh.tensor 2",
         ),
-        ("--devices 2 --mesh.tensor 2 --model.mlp_width 33", "layers.mlp.down: mlp 33 is not divisible by mesh.tensor"),
+        ("--devices 2 --mesh.tensor 2 --model.mlp_width 33", "model.mlp_width: 33 is not divisible by mesh.tensor 2"),
         (
             "--devices 8 --train.global_batch 4",
             "train.global_batch: 4 in 1 microbatches gives 4 sequences, not divisib",
@@ -142,9 +146,9 @@ SOURCE = "--data.sources.0"
         ("--devices 8 --mesh.tensor -1", "mesh.tensor: -1 is the second free axis beside mesh.fsdp"),
         ("--devices 8 --mesh.tensor 0", "mesh.tensor: 0 is not a size"),
         ("--devices 8 --mesh.pipe 2", "mesh.pipe: 2 needs a pipeline schedule"),
-        ("--devices 0", "--devices: 0 is not a number of devices (legal: a positive integer)"),
+        ("--devices 0", "--devices: 0 is not a number of devices (legal: a positive integer N, or cpu:N)"),
         ("--devices 999", "--devices: 999 devices are not there"),
-        ("--devices two", "train CONFIG: argument --devices: two is not an integer"),
+        ("--devices two", "--devices: two is not a number of devices"),
         # data
         (f"{SOURCE}.path none.txt", "data.sources.0.path: none.txt does not exist and matches no file"),
         (f"{SOURCE}.path empty.txt", "data.sources.0.path: empty.txt holds no text"),
@@ -255,16 +259,19 @@ def test_train_show_and_resume(here, refused, capfd):
     )
     for change in ("--model.mlp_width 64", "--optim sgd", "--data.eval_fraction 0.5"):
         line = refused("train", "runs/tiny", "--devices", "1", "--resume", "--quiet", *change.split())
-        assert "the config " in line or "is not the data of the checkpoint at step 4" in line
+        assert "the config " in line or "changed since the checkpoint at step 4" in line
 
     more = ["train", "runs/tiny", "--devices", "1", "--resume", "--train.steps", "6"]  # after refusals, as if none
     assert main(more) == 0
     assert "resuming from step 4\nchanged  train.steps: 4 -> 6\n" in capfd.readouterr().out
     assert [r["step"] for r in RunFolder(run).read_metrics()][-3:] == [5, 6, 6]
 
-    assert main(["train", "tiny.py", "--devices", "1", "--quiet"]) == 0  # never into the folder of another run
-    assert capfd.readouterr() == ("", "")
-    assert Checkpoints(here / "runs" / "tiny-2" / "checkpoints").latest() == 4
+    (run / "figures" / "loss.png").unlink()
+    (run / "figures" / "loss.png").mkdir()
+    assert main([*more, "--quiet"]) == 1
+    assert capfd.readouterr().err == ("jaxpar: the curve could not be drawn: Is a directory; the run itself is whole\n")
+
+    assert _new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
@@ -274,14 +281,6 @@ def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
     assert out == "" and err.count("\n") == 1
     assert err.startswith("jaxpar: loss or gradients were not finite in the last 2 steps up to step 3")
     assert Checkpoints(here / "run" / "checkpoints").latest() == 3
-
-
-def test_a_figure_that_cannot_be_written_is_one_line(here, capfd):
-    assert main(["train", "tiny.py", "--devices", "1", "--quiet", "--run", "run", "--train.steps", "2"]) == 0
-    (here / "run" / "figures" / "loss.png").unlink()
-    (here / "run" / "figures" / "loss.png").mkdir()
-    assert main(["train", "run", "--devices", "1", "--quiet", "--resume"]) == 1
-    assert capfd.readouterr().err.startswith("jaxpar: the curve could not be drawn: Is a directory")
 
 
 def test_a_reader_that_goes_away_is_no_traceback(here):
@@ -296,11 +295,9 @@ def test_a_reader_that_goes_away_is_no_traceback(here):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_the_experiment_of_the_file_is_what_the_command_trains(here, monkeypatch):
+def test_the_experiment_of_the_file_is_what_the_command_trains(here):
     """Flags and file meet in one object, whatever their order."""
-    from jaxpar import cli
-
-    experiment = cli._experiment("tiny.py", False, ["--optim.schedule.warmup_steps=7", "--optim.learning_rate", "3e-4"])
+    experiment = _experiment("tiny.py", False, ["--optim.schedule.warmup_steps=7", "--optim.learning_rate", "3e-4"])
     assert isinstance(experiment, Experiment)
     assert (experiment.optim.learning_rate, experiment.optim.schedule.warmup_steps) == (3e-4, 7)
     assert experiment.train.steps == 4

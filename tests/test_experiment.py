@@ -82,7 +82,7 @@ def test_tensor_parallelism_that_does_not_divide(field, what, model, ways):
     if what in ("vocab", "mlp"):
         build(model=model, mesh=dict(tensor=ways), rules={what: ()})
     else:
-        build(model=model, mesh=dict(tensor=ways), rules=dict(heads=(), kv_heads=()))
+        build(model=model, mesh=dict(tensor=ways), rules=dict(heads=()))
 
 
 def test_a_width_that_zero_cannot_cut():

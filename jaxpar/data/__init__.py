@@ -8,7 +8,7 @@ Read ``build.py`` first (the config and the one entry point), then ``packing.py`
 ``stream.py`` (the order).
 
     data = build_data(DataConfig(), seq_len=256, seed=0)
-    with data.loader(global_batch=32, start_step=1000) as loader:
+    with data.loader(global_batch=32, first=32_000) as loader:
         batch = next(loader)  # tokens, targets, segments, positions, mask: [32, 256]
 
 Shape suffixes: N tokens of a corpus, D documents, P pieces, R rows, T tokens of a batch, B sequences of a batch,

@@ -28,7 +28,7 @@ class Sequences(Protocol):
 
 
 class Loader:
-    """Iterates over this host's batches from ``start_step`` on, without end.
+    """Iterates over this host's batches from global sequence ``first`` on, without end.
 
     Step ``t`` is the global sequences ``[t * global_batch, (t + 1) * global_batch)``; host ``h`` of ``H`` gets the
     ``h``-th of ``H`` equal contiguous parts. To resume, make a loader at ``step``, the next step: nothing earlier is
@@ -46,7 +46,7 @@ class Loader:
         self,
         stream: Sequences,
         global_batch: int,
-        start_step: int = 0,
+        first: int = 0,
         host_index: int = 0,
         host_count: int = 1,
         workers: int = 0,
@@ -55,9 +55,10 @@ class Loader:
         import grain
         from absl import flags
 
-        self.step = start_step
+        self.next = first
+        self._global_batch = global_batch
         begin, share = host_part(global_batch, host_index, host_count)
-        batches = _HostBatches(stream, start_step, global_batch, begin, share)
+        batches = _HostBatches(stream, first, global_batch, begin, share)
         ahead = grain.ReadOptions(
             num_threads=1 if prefetch and not workers else 0, prefetch_buffer_size=0 if workers else prefetch
         )
@@ -78,7 +79,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         batch = next(self._iterator)
-        self.step += 1
+        self.next += self._global_batch
         return batch
 
     def close(self) -> None:
@@ -93,18 +94,17 @@ class Loader:
 
 
 class _HostBatches:
-    """Grain's view: element ``i`` is one host's batch of step ``start_step + i``."""
+    """Grain's view: element ``i`` is one host's batch of step ``first + i * global_batch``."""
 
-    def __init__(self, stream: Sequences, start_step: int, global_batch: int, begin: int, share: int):
-        self._stream, self._start_step = stream, start_step
+    def __init__(self, stream: Sequences, first: int, global_batch: int, begin: int, share: int):
+        self._stream, self._first = stream, first
         self._global_batch, self._begin, self._share = global_batch, begin, share
 
     def __len__(self) -> int:
         return _NO_LAST_STEP
 
     def __getitem__(self, index: int) -> Batch:
-        first = (self._start_step + index) * self._global_batch + self._begin
-        return self._stream.batch(first, self._share)
+        return self._stream.batch(self._first + index * self._global_batch + self._begin, self._share)
 
 
 def _follow_parent(worker: int, workers: int) -> None:

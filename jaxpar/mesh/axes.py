@@ -47,9 +47,18 @@ class MeshConfig:
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any]) -> Any:
-    """A ``jax.sharding.Mesh`` of all six axes, Explicit axis types, over ``devices`` in their order."""
+    """A ``jax.sharding.Mesh`` of all six axes, Explicit axis types.
+
+    TPU devices are laid out so that the inner axes are neighbours on the torus; others keep their order.
+    """
     import jax
     import numpy as np
 
-    grid = np.asarray(devices, dtype=object).reshape([sizes[a] for a in MESH_AXES])
+    shape = [sizes[a] for a in MESH_AXES]
+    if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) == 1:
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices, dtype=object).reshape(shape)
     return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(MESH_AXES))

@@ -26,14 +26,17 @@ PEAK_BF16_FLOPS = {
 }
 
 
-def start_devices(count: int | None = None) -> list[Any]:
+def start_devices(wanted: str | None = None) -> list[Any]:
     """Start JAX and return its devices.
 
-    ``count``: how many devices to use. On a machine without accelerators the CPU is cut into that many virtual devices
-    (default 1). Raises ConfigError when an accelerator machine has fewer.
+    ``wanted``: ``"8"`` for eight of the devices that are attached, or of virtual ones where only a CPU is;
+    ``"cpu:8"`` for eight virtual ones in any case; None for all that are attached. Raises ConfigError when there are
+    fewer.
     """
-    if count is not None and count < 1:
-        raise ConfigError("--devices", count, "is not a number of devices", "a positive integer")
+    platform, _, number = (wanted or "").rpartition(":")
+    if wanted is not None and (platform not in ("", "cpu") or not number.isdecimal() or int(number) < 1):
+        raise ConfigError("--devices", wanted, "is not a number of devices", "a positive integer N, or cpu:N")
+    count = int(number) if number else None
     quiet_plugins()
     import contextlib
 
@@ -43,7 +46,7 @@ def start_devices(count: int | None = None) -> list[Any]:
         with contextlib.suppress(RuntimeError):  # the backend has started already, with as many as it has
             jax.config.update("jax_num_cpu_devices", count)
     try:
-        devices = jax.devices()
+        devices = jax.devices(platform or None)
     except RuntimeError as error:
         raise JaxparError(f"no usable device: {' '.join(str(error).split())}") from None
     if count and len(devices) < count:

@@ -6,7 +6,8 @@ A parameter carries logical axis names, ``("embed", "heads", "head_dim")``. The 
 - *sharded*: the same, with one more dimension cut over the ZeRO axis ``fsdp``.
 
 ZeRO stage 0 keeps everything in the *used* layout; 1 shards the optimizer state; 2 gradients too; 3 parameters too,
-gathered layer by layer while they are used.
+gathered layer by layer while they are used. Vectors (norm scales, biases) stop at stage 1: they weigh nothing, and
+gathering them in every layer would cost a collective each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 from typing import Any, Literal
 
 from jaxpar.errors import ConfigError, divisors
+from jaxpar.logical import is_matrix
 from jaxpar.mesh.axes import MESH_AXES
 
 # The batch is split over these axes and the sequence over those; norms and residuals split the sequence further.
@@ -29,8 +31,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 class ShardingRules:
     """Logical axis -> mesh axes. A layout is changed here, never in a model."""
 
-    heads: tuple[str, ...] = ("tensor",)  # query heads: ("tensor",) or ()
-    kv_heads: tuple[str, ...] = ("tensor",)  # key/value heads, split as the query heads are
+    heads: tuple[str, ...] = ("tensor",)  # query heads, and key/value heads with them: ("tensor",) or ()
     mlp: tuple[str, ...] = ("tensor",)  # MLP width: ("tensor",) or ()
     vocab: tuple[str, ...] = ("tensor",)  # embedding rows and head columns: ("tensor",) or ()
     zero: ZeroStage = 3  # ZeRO stage over the fsdp axis
@@ -38,11 +39,9 @@ class ShardingRules:
 
     def validate(self) -> None:
         """Raise ConfigError for a rule that no layer can follow."""
-        for name in ("heads", "kv_heads", "mlp", "vocab"):
+        for name in ("heads", "mlp", "vocab"):
             if getattr(self, name) not in ((), ("tensor",)):
                 raise ConfigError(f"rules.{name}", getattr(self, name), "is not a layout", "('tensor',) or ()")
-        if self.heads != self.kv_heads:
-            raise ConfigError("rules.kv_heads", self.kv_heads, "differs from rules.heads", self.heads)
         known = ("embed", "mlp", "head_dim", "heads", "kv_heads", "vocab")
         for name in self.zero_order:
             if name not in known:
@@ -50,7 +49,8 @@ class ShardingRules:
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that split ``logical`` while it is used."""
-        return getattr(self, logical, ()) if logical in ("heads", "kv_heads", "mlp", "vocab") else ()
+        split = {"heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp, "vocab": self.vocab}
+        return split.get(logical, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,17 @@ class LeafLayout:
     used: Any  # PartitionSpec while it is read
     sharded: Any  # PartitionSpec with the ZeRO axis; equal to ``used`` when nothing divides
     zero_dim: int | None  # the dimension that the ZeRO axis cuts
+    stage: int  # the ZeRO stage of this leaf
+
+    @property
+    def stored(self) -> Any:
+        """PartitionSpec of the parameter between steps."""
+        return self.sharded if self.stage == 3 else self.used
+
+    @property
+    def updated(self) -> Any:
+        """PartitionSpec of its reduced gradient, and of what the optimizer keeps for it."""
+        return self.sharded if self.stage else self.used
 
 
 def live(axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[str, ...]:
@@ -96,7 +107,7 @@ def place(
         ranked = [d for group in (whole, split) for a in rules.zero_order for d in group if axes[d] == a]
         if ranked:
             zero_dim = ranked[0]
-        elif "embed" in axes and len([a for a in axes if a != "layers"]) > 1:
+        elif is_matrix(axes):
             raise ConfigError(
                 name,
                 "x".join(map(str, shape)),
@@ -104,7 +115,8 @@ def place(
                 f"mesh.fsdp from {divisors(math.gcd(*[s for a, s in zip(axes, shape, strict=True) if a != 'layers']))}",
             )
     sharded = [(*cut, ZERO_AXIS) if d == zero_dim else cut for d, cut in enumerate(used)]
-    return LeafLayout(spec(sizes, *used), spec(sizes, *sharded), zero_dim)
+    stage = rules.zero if is_matrix(axes) else min(rules.zero, 1)
+    return LeafLayout(spec(sizes, *used), spec(sizes, *sharded), zero_dim, stage)
 
 
 def unsplit_axes(partition: Any, sizes: dict[str, int]) -> tuple[str, ...]:

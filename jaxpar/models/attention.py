@@ -49,35 +49,44 @@ def attention(
     if H % G:
         raise ValueError(f"{H} query heads are not a multiple of {G} key/value heads")
     scale = K**-0.5
-    q = (q_BSHK * jnp.asarray(scale, q_BSHK.dtype)).reshape(B, S, G, H // G, K)
+    R = H // G
+    q = (q_BSHK * jnp.asarray(scale, q_BSHK.dtype)).reshape(B, S, G, R, K).swapaxes(2, 3).reshape(B, S * R, G, K)
+    if q_segments_BS is not None:
+        q_segments_BS = jnp.repeat(q_segments_BS, R, axis=1)
     aligned = isinstance(q_offset, int) and q_offset == 0
     if max(S, k_BTGK.shape[1]) <= chunk:
-        o = _dense(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask)
+        o = _dense(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, R)
     else:
-        o = _in_blocks(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, chunk, aligned)
-    return o.reshape(B, S, H, K)
+        o = _in_blocks(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, R, chunk, aligned)
+    return o.reshape(B, S, R, G, K).swapaxes(2, 3).reshape(B, S, H, K)
 
 
 def _visible(q_at: jax.Array, k_at: jax.Array, q_seg: Any, k_seg: Any, window: int | None) -> jax.Array:
-    """[B or 1, 1, S, 1, T]: whether the query at position ``q_at`` sees the key at ``k_at``."""
+    """[B or 1, 1, S, T]: whether the query at position ``q_at`` sees the key at ``k_at``."""
     seen = q_at[:, None] >= k_at[None, :]
     if window is not None:
         seen &= q_at[:, None] - k_at[None, :] < window
     seen = seen[None]
     if q_seg is not None:
         seen = seen & (q_seg[:, :, None] == k_seg[:, None, :])
-    return seen[:, None, :, None]
+    return seen[:, None]
 
 
 def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> jax.Array:
-    s = jnp.einsum("bsgrk,btgk->bgsrt", q, k, preferred_element_type=jnp.float32)
+    s = jnp.einsum("bsgk,btgk->bgst", q, k, preferred_element_type=jnp.float32)
     return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
 
-def _dense(q: jax.Array, k: jax.Array, v: jax.Array, q_seg: Any, k_seg: Any, q_offset: Any, mask: Mask) -> jax.Array:
-    seen = _visible(q_offset + jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q_seg, k_seg, mask.window)
+# From here on the R query heads that share a key head are R rows of one position: q is [B, S * R, G, K], row r of it
+# stands at position r // R, and plain multi-head attention is R = 1.
+
+
+def _dense(
+    q: jax.Array, k: jax.Array, v: jax.Array, q_seg: Any, k_seg: Any, q_offset: Any, mask: Mask, R: int
+) -> jax.Array:
+    seen = _visible(q_offset + jnp.arange(q.shape[1]) // R, jnp.arange(k.shape[1]), q_seg, k_seg, mask.window)
     p = jax.nn.softmax(jnp.where(seen, _logits(q, k, mask.softcap), NEVER), axis=-1)
-    return jnp.einsum("bgsrt,btgk->bsgrk", p.astype(v.dtype), v)
+    return jnp.einsum("bgst,btgk->bsgk", p.astype(v.dtype), v)
 
 
 def block_pairs(queries: int, keys: int, chunk: int, window: int | None, aligned: bool) -> np.ndarray:
@@ -93,12 +102,12 @@ def block_pairs(queries: int, keys: int, chunk: int, window: int | None, aligned
     )
 
 
-def _in_blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
+def _in_blocks(q, k, v, q_seg, k_seg, q_offset, mask, R, chunk, aligned):
     """Pad to whole blocks with positions that see only each other, run the blocks, cut the padding off."""
-    S, T = q.shape[1], k.shape[1]
+    S, T = q.shape[1], k.shape[1]  # S: rows
     if q_seg is None:
         q_seg, k_seg = jnp.ones((1, S), jnp.int32), jnp.ones((1, T), jnp.int32)
-    pad_q, pad_k = -S % chunk, -T % chunk
+    pad_q, pad_k = -S % (chunk * R), -T % chunk
 
     def pad(x: jax.Array, n: int, fill: int = 0) -> jax.Array:
         widths = [(0, 0)] * x.ndim
@@ -106,12 +115,12 @@ def _in_blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
         return jnp.pad(x, widths, constant_values=fill) if n else x
 
     args = (pad(q, pad_q), pad(k, pad_k), pad(v, pad_k), pad(q_seg, pad_q, -1), pad(k_seg, pad_k, -1))
-    return _blocks(*args, jnp.asarray(q_offset, jnp.int32), mask, chunk, aligned)[:, :S]
+    return _blocks(*args, jnp.asarray(q_offset, jnp.int32), mask, R, chunk, aligned)[:, :S]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _blocks(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
-    return _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def _blocks(q, k, v, q_seg, k_seg, q_offset, mask, R, chunk, aligned):
+    return _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, R, chunk, aligned)[0]
 
 
 def _cut(x: jax.Array, chunk: int) -> jax.Array:
@@ -125,10 +134,11 @@ def _join(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, chunk):
-    """Masked logits [B, G, C, R, C] of one pair of blocks, and which of them are seen."""
-    at = jnp.arange(chunk)
-    seen = _visible(q_offset + i * chunk + at, j * chunk + at, q_segs[i], k_segs[j], mask.window)
+def _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, R):
+    """Masked logits [B, G, C * R, C] of one pair of blocks, and which of them are seen."""
+    rows, C = qs.shape[2], ks.shape[2]
+    q_at, k_at = q_offset + i * C + jnp.arange(rows) // R, j * C + jnp.arange(C)
+    seen = _visible(q_at, k_at, q_segs[i], k_segs[j], mask.window)
     return jnp.where(seen, _logits(qs[i], ks[j], mask.softcap), NEVER), seen
 
 
@@ -137,20 +147,21 @@ def _zeros_varying_like(q: jax.Array, k: jax.Array, shape: tuple[int, ...]) -> j
     return as_varying(jnp.zeros(shape, jnp.float32), varying_axes(q) | varying_axes(k))
 
 
-def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
-    qs, ks, vs, q_segs, k_segs = (_cut(x, chunk) for x in (q, k, v, q_seg, k_seg))
-    n, B, C, G, R, K = qs.shape
-    zero = _zeros_varying_like(q, k, (n, B, G, C, R))
-    acc = _zeros_varying_like(q, k, (n, B, G, C, R, K))
+def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, R, chunk, aligned):
+    qs, q_segs = (_cut(x, chunk * R) for x in (q, q_seg))
+    ks, vs, k_segs = (_cut(x, chunk) for x in (k, v, k_seg))
+    n, B, rows, G, K = qs.shape
+    zero = _zeros_varying_like(q, k, (n, B, G, rows))
+    acc = _zeros_varying_like(q, k, (n, B, G, rows, K))
 
     def step(carry, pair):
         top, total, acc = carry
         i, j = pair
-        s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, C)
+        s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, R)
         new_top = jnp.maximum(top[i], s.max(-1))
         p = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0.0)
         keep = jnp.exp(top[i] - new_top)
-        pv = jnp.einsum("bgsrt,btgk->bgsrk", p.astype(v.dtype), vs[j], preferred_element_type=jnp.float32)
+        pv = jnp.einsum("bgst,btgk->bgsk", p.astype(v.dtype), vs[j], preferred_element_type=jnp.float32)
         carry = (
             top.at[i].set(new_top),
             total.at[i].set(total[i] * keep + p.sum(-1)),
@@ -158,7 +169,7 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
         )
         return carry, None
 
-    pairs = block_pairs(n, ks.shape[0], C, mask.window, aligned)
+    pairs = block_pairs(n, ks.shape[0], chunk, mask.window, aligned)
     (top, total, acc), _ = jax.lax.scan(step, (zero + NEVER, zero, acc), jnp.asarray(pairs))
     total = jnp.maximum(total, 1e-30)
     o_cut = (acc / total[..., None]).swapaxes(2, 3).astype(q.dtype)
@@ -167,29 +178,30 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, chunk, aligned):
     return o, (q, k, v, q_seg, k_seg, q_offset, o, lse)
 
 
-def _blocks_backward(mask, chunk, aligned, saved, do):
+def _blocks_backward(mask, R, chunk, aligned, saved, do):
     q, k, v, q_seg, k_seg, q_offset, o, lse = saved
-    qs, ks, vs, q_segs, k_segs, dos = (_cut(x, chunk) for x in (q, k, v, q_seg, k_seg, do))
-    delta = jnp.sum(_cut(o, chunk).astype(jnp.float32) * dos.astype(jnp.float32), -1).swapaxes(2, 3)
-    n, C = qs.shape[0], chunk
+    qs, q_segs, dos = (_cut(x, chunk * R) for x in (q, q_seg, do))
+    ks, vs, k_segs = (_cut(x, chunk) for x in (k, v, k_seg))
+    delta = jnp.sum(_cut(o, chunk * R).astype(jnp.float32) * dos.astype(jnp.float32), -1).swapaxes(2, 3)
+    n = qs.shape[0]
 
     def step(carry, pair):
         dq, dk, dv = carry
         i, j = pair
-        s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, C)
+        s, seen = _block(i, j, qs, ks, q_segs, k_segs, q_offset, mask, R)
         p = jnp.where(seen, jnp.exp(s - lse[i][..., None]), 0.0)
         do_i = dos[i]
-        dv_j = jnp.einsum("bgsrt,bsgrk->btgk", p.astype(do_i.dtype), do_i, preferred_element_type=jnp.float32)
-        dp = jnp.einsum("bsgrk,btgk->bgsrt", do_i, vs[j], preferred_element_type=jnp.float32)
+        dv_j = jnp.einsum("bgst,bsgk->btgk", p.astype(do_i.dtype), do_i, preferred_element_type=jnp.float32)
+        dp = jnp.einsum("bsgk,btgk->bgst", do_i, vs[j], preferred_element_type=jnp.float32)
         ds = p * (dp - delta[i][..., None])
         if mask.softcap is not None:
             ds *= 1 - jnp.square(jnp.where(seen, s, 0.0) / mask.softcap)
         ds = ds.astype(q.dtype)
-        dq_i = jnp.einsum("bgsrt,btgk->bsgrk", ds, ks[j], preferred_element_type=jnp.float32)
-        dk_j = jnp.einsum("bgsrt,bsgrk->btgk", ds, qs[i], preferred_element_type=jnp.float32)
+        dq_i = jnp.einsum("bgst,btgk->bsgk", ds, ks[j], preferred_element_type=jnp.float32)
+        dk_j = jnp.einsum("bgst,bsgk->btgk", ds, qs[i], preferred_element_type=jnp.float32)
         return (dq.at[i].add(dq_i), dk.at[j].add(dk_j), dv.at[j].add(dv_j)), None
 
-    pairs = block_pairs(n, ks.shape[0], C, mask.window, aligned)
+    pairs = block_pairs(n, ks.shape[0], chunk, mask.window, aligned)
     zeros = tuple(_zeros_varying_like(q, k, x.shape) for x in (qs, ks, vs))
     grads, _ = jax.lax.scan(step, zeros, jnp.asarray(pairs))
     dq, dk, dv = (_join(g).astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))

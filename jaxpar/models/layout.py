@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.compat import as_varying, varying_axes
+from jaxpar.logical import is_matrix
 from jaxpar.models.attention import Mask, attention
 
 M = TypeVar("M", bound=nnx.Module)
@@ -52,39 +53,42 @@ def map_parameters(module: M, function: Callable[[tuple[str, ...], Any], Any]) -
     graph, params = nnx.split(module)
     values = [
         variable.replace(function(variable.get_metadata("logical_axes"), variable.get_value()))
-        for variable in jax.tree.leaves(params, is_leaf=_is_variable)
+        for variable in jax.tree.leaves(params, is_leaf=is_variable)
     ]
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(params, is_leaf=_is_variable), values))
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_variable), values))
 
 
-def compute_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
+def parameter_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
     """Matrices compute in ``dtype``; norm scales and biases stay fp32."""
-    return dtype if "embed" in axes and len([a for a in axes if a != "layers"]) > 1 else jnp.float32
+    return dtype if is_matrix(axes) else jnp.float32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table_VD: jax.Array, rows_BS: jax.Array, vocab: int, dtype: Any) -> jax.Array:
-    return table_VD[rows_BS]
+    return table_VD.at[rows_BS].get(mode="fill", fill_value=0)
 
 
 def _lookup_forward(table_VD: jax.Array, rows_BS: jax.Array, vocab: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return table_VD[rows_BS], rows_BS
+    return _lookup(table_VD, rows_BS, vocab, dtype), rows_BS
 
 
 def _lookup_backward(vocab: int, dtype: Any, rows_BS: jax.Array, g_BSD: jax.Array) -> tuple[jax.Array, None]:
     zeros = as_varying(jnp.zeros((vocab, g_BSD.shape[-1]), jnp.float32), varying_axes(g_BSD))
-    return zeros.at[rows_BS].add(g_BSD.astype(jnp.float32)).astype(dtype), None
+    return zeros.at[rows_BS].add(g_BSD.astype(jnp.float32), mode="drop").astype(dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def lookup(table_VD: jax.Array, rows_BS: jax.Array) -> jax.Array:
-    """Rows of the table, [B, S, D]. The gradient of a row is summed over its tokens in fp32, whatever the dtype."""
+    """Rows of the table, [B, S, D]; zeros, and no gradient, for a row past its end.
+
+    The gradient of a row is summed over its tokens in fp32, whatever the dtype.
+    """
     return _lookup(table_VD, rows_BS, table_VD.shape[0], table_VD.dtype)
 
 
-def _is_variable(x: Any) -> bool:
+def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
@@ -96,7 +100,7 @@ class SingleDevice:
 
     def gather(self, module: M) -> M:
         """Cast the matrices."""
-        return map_parameters(module, lambda axes, w: w.astype(compute_dtype(axes, self.dtype)))
+        return map_parameters(module, lambda axes, w: w.astype(parameter_dtype(axes, self.dtype)))
 
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Plain lookup."""

@@ -15,7 +15,7 @@ from jaxpar.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Frequencies of the rotation. The scalings follow Hugging Face's ``rope_scaling`` of the same names."""
+    """Frequencies of the rotation; scalings as in Hugging Face's ``rope_scaling``, and ``ntk``, a scaled base."""
 
     theta: float = 10_000.0
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"

@@ -30,10 +30,10 @@ def choose_kernel(
     TPU: splash, where sequence and head sizes fit its tiles. GPU: cuDNN's flash attention, where its wheel is there
     and rows hold one document each. Otherwise the chunked XLA path.
     """
+    if context > 1:
+        return "chunked", "the sequence is split over context: every key block is computed, the masked half too"
     if platform == "cpu":
         return "chunked", "the platform is cpu"
-    if context > 1:
-        return "chunked", "the sequence is split over the context axis"
     if platform == "tpu":
         if seq_len % 128 or head_dim % 64:
             return "chunked", f"splash needs seq_len % 128 == 0 and head_dim % 64 == 0, not {seq_len} and {head_dim}"
@@ -45,6 +45,8 @@ def choose_kernel(
         return "chunked", "cuDNN's kernel cannot mask documents (data.mask_documents)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16) or softcap is not None:
         return "chunked", "cuDNN's kernel needs 16-bit compute and no softcap"
+    if head_dim % 8 or head_dim > 128:
+        return "chunked", f"cuDNN's kernel needs head_dim % 8 == 0 and at most 128, not {head_dim}"
     return "cudnn", "the platform is gpu"
 
 
@@ -79,7 +81,7 @@ def _splash_kernel(seq_len: int, heads: int, mask: Mask) -> Any:
     shape = (seq_len, seq_len)
     one: masks.Mask = masks.CausalMask(shape)
     if mask.window is not None:
-        one = masks.LocalMask(shape, (mask.window - 1, 0), 0) & one
+        one = masks.LocalMask(shape, (mask.window - 1, 0), 0)
     block = max(b for b in (128, 256, 512) if seq_len % b == 0)
     sizes = splash.BlockSizes(
         block_q=block,

@@ -32,15 +32,17 @@ def cross_entropy(
     """Sums over the unmasked tokens of -log p(target) + z_loss * logsumexp^2, and of -log p(target) alone.
 
     ``head_DV``: this device's columns when the vocabulary is split over mesh ``axis``, whose devices hold the same
-    tokens: each returns its equal share of the sums. Differentiable in ``h_ND`` and ``head_DV``, by the first sum only.
+    tokens: each returns its equal share of the sums. The gradient returned by each is that of all shares together with
+    respect to its own columns, or through its own columns: what the sum over devices of the shares asks for, provided
+    that the cotangent is the same on all of them.  Differentiable in ``h_ND`` and ``head_DV``, by the first sum only.
     Collectives: per chunk a pmax and two psums of [C] over ``axis``. z-loss: PaLM, section 5.
     """
     return _run(h_ND, head_DV, targets_N, mask_N, z_loss, softcap, axis, chunk, False)[0]
 
 
 def default_chunk(tokens: int, vocab: int) -> int:
-    """Tokens per chunk such that a chunk of logits stays near 128 MiB."""
-    return max(1, min(tokens, max(LOGITS // vocab, 128)))
+    """Tokens per chunk: a chunk of logits stays near 128 MiB, but has rows enough to pay for reading the head."""
+    return max(1, min(tokens, max(LOGITS // vocab // 256 * 256, 1024)))
 
 
 def _run(h, w, targets, mask, z_loss, softcap, axis, chunk, with_grad):
@@ -97,7 +99,7 @@ def _forward(h, w, targets, mask, z_loss, softcap, axis, chunk):
     return out, (dh, dw, jnp.zeros((), w.dtype))
 
 
-def _backward(softcap, axis, chunk, saved, g):
+def _backward(softcap, axis, chunk, saved, g):  # g[1]: the plain loss is a metric, nothing is differentiated by it
     dh, dw, like = saved
     return ((dh * g[0]).astype(dh.dtype), (dw * g[0]).astype(like.dtype), None, None, None)
 

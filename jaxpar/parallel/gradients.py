@@ -8,6 +8,9 @@ ZeRO  gradients of a microbatch              after the last microbatch
 2, 3  reduce-scattered over fsdp, by layer,  all-reduce of the shards over the other axes
       as the backward pass makes them
 ====  =====================================  ==========================================================
+
+Stages are per leaf: vectors stop at 1. "Reduce-scatter" is what the program says; XLA:TPU may turn one over a large
+flat axis into an all-reduce and a slice.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ class Reducer:
 
     layouts: Any
     sizes: dict[str, int]
-    zero: int
 
     def valid_tokens(self, mask: jax.Array) -> jax.Array:
         """Number of valid tokens of the whole global batch, in fp32; a psum over the batch and sequence axes."""
@@ -85,19 +87,19 @@ class Reducer:
 
     def _differentiated(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
         """What to differentiate by, and how the parameters follow from it: at ZeRO-2, shards of lent parameters."""
-        if self.zero != 2:
-            return params, lambda by: by
 
         def shard(whole: jax.Array, layout: LeafLayout) -> jax.Array:
-            return whole if layout.zero_dim is None else local_shard(whole, ZERO_AXIS, layout.zero_dim)
+            if layout.stage == 2 and layout.zero_dim is not None:
+                return local_shard(whole, ZERO_AXIS, layout.zero_dim)
+            return whole
 
         def lend(shard: jax.Array, whole: jax.Array, layout: LeafLayout) -> Any:
-            return shard if layout.zero_dim is None else Lent(whole, shard)
+            return Lent(whole, shard) if layout.stage == 2 and layout.zero_dim is not None else shard
 
         return jax.tree.map(shard, params, self.layouts), lambda by: jax.tree.map(lend, by, params, self.layouts)
 
     def _reduce(self, grad: jax.Array, layout: LeafLayout) -> jax.Array:
-        if self.zero == 1 and layout.zero_dim is not None:
+        if layout.stage == 1 and layout.zero_dim is not None:
             grad = jax.lax.psum_scatter(grad, ZERO_AXIS, scatter_dimension=layout.zero_dim, tiled=True)
-        axes = unsplit_axes(layout.sharded if self.zero else layout.used, self.sizes)
+        axes = unsplit_axes(layout.updated, self.sizes)
         return jax.lax.psum(grad, axes) if axes else grad

@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.logical import LogicalAxes
 from jaxpar.mesh.rules import ZERO_AXIS, ShardingRules, live
 from jaxpar.models.attention import Mask, attention
-from jaxpar.models.layout import compute_dtype, lookup, map_parameters
+from jaxpar.models.layout import lookup, map_parameters, parameter_dtype
 from jaxpar.parallel.attention import Kernel, run_kernel
 from jaxpar.parallel.collectives import Lent, gather_weight, read_lent
 from jaxpar.parallel.cross_entropy import cross_entropy, default_chunk
 
 M = TypeVar("M", bound=nnx.Module)
 Remat = Literal["none", "dots", "qkv", "full"]
-GATHERED = "gathered_weight"
+WEIGHT = "weight"  # gathered or cast: cheaper to make again than to keep for every layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class MeshLayout:
 
     sizes: dict[str, int]  # of the mesh axes
     rules: ShardingRules
-    zero_dims: dict[tuple[str, ...], int | None]  # logical axes of one layer's leaf -> the dimension that ZeRO cuts
+    zero_dims: dict[LogicalAxes, int | None]  # of one layer's leaf: the dimension cut at ZeRO 2 or 3, none: never
     dtype: Any  # compute dtype
     kernel: Kernel
     remat_policy: Remat
@@ -46,13 +47,13 @@ class MeshLayout:
         """Whole weights. ZeRO-3: an all-gather over fsdp per leaf (backward: reduce-scatter); else no collective."""
 
         def whole(axes: tuple[str, ...], value: Any) -> jax.Array:
-            dtype, dim = compute_dtype(axes, self.dtype), self.zero_dims[axes]
+            dtype, dim = parameter_dtype(axes, self.dtype), self.zero_dims[axes]
             if isinstance(value, Lent):
                 assert dim is not None
                 return read_lent(value.whole, value.shard, ZERO_AXIS, dim, dtype)
-            if self.rules.zero == 3 and dim is not None:
-                return jax.ad_checkpoint.checkpoint_name(gather_weight(value, ZERO_AXIS, dim, dtype), GATHERED)
-            return value.astype(dtype)
+            gathering = self.rules.zero == 3 and dim is not None
+            weight = gather_weight(value, ZERO_AXIS, dim, dtype) if gathering else value.astype(dtype)
+            return jax.ad_checkpoint.checkpoint_name(weight, WEIGHT) if weight is not value else value
 
         return map_parameters(module, whole)
 
@@ -62,8 +63,7 @@ class MeshLayout:
         if axis is None:
             return lookup(table_VD, self._own_sequence(tokens_BS))
         row = tokens_BS - jax.lax.axis_index(axis) * table_VD.shape[0]
-        here = (row >= 0) & (row < table_VD.shape[0])
-        x_BSD = jnp.where(here[..., None], lookup(table_VD, jnp.where(here, row, 0)), 0)
+        x_BSD = lookup(table_VD, jnp.where(row < 0, table_VD.shape[0], row))  # rows of other devices: past the end
         return jax.lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True)
 
     def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
@@ -121,9 +121,9 @@ class MeshLayout:
     def remat(self, layer: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
         """What the backward pass recomputes.
 
-        ``none``: nothing but weight gathers; ``dots``: all but matrix products; ``qkv``: all but the inputs of
-        attention; ``full``: everything from the layer's input. Outside a loop the compiler would find the values again
-        in the forward pass and keep them, so there a barrier stands between the two.
+        ``none``: nothing but gathers and casts of weights; ``dots``: all but matrix products; ``qkv``: all but the
+        inputs of attention; ``full``: everything from the layer's input. Outside a loop the compiler would find the
+        values again in the forward pass and keep them, so there a barrier stands between the two.
         """
         policies = jax.checkpoint_policies
         if self.remat_policy == "full":
@@ -132,16 +132,16 @@ class MeshLayout:
             policy = policies.dots_with_no_batch_dims_saveable
         elif self.remat_policy == "qkv":
             policy = policies.save_only_these_names("qkv")
-        elif self.rules.zero == 3 and self.sizes[ZERO_AXIS] > 1:
-            policy = _all_but_gathers
+        elif self.dtype != jnp.float32 or (self.rules.zero == 3 and self.sizes[ZERO_AXIS] > 1):
+            policy = _all_but_weights
         else:
             return layer
         return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
 
 
-def _all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keep every intermediate except gathered weights, which ZeRO-3 gathers again for the backward pass."""
-    return params.get("name") != GATHERED and not _gathers_weights(primitive, params)
+def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keep every intermediate except weights as they are read, which are gathered and cast again going back."""
+    return params.get("name") != WEIGHT and not _gathers_weights(primitive, params)
 
 
 def _gathers_weights(primitive: Any, params: dict[str, Any]) -> bool:

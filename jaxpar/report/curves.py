@@ -63,7 +63,8 @@ def draw_loss(records: Records, path: Path, title: str, reference: Mapping[str, 
 
 def _series(records: Records, name: str) -> np.ndarray:
     """The finite values of a field as rows of (step, value)."""
-    rows = [(record["step"], record[name]) for record in records if name in record and math.isfinite(record[name])]
+    rows = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    rows = [row for row in rows if math.isfinite(row[1])]
     return np.array(rows, dtype=float).reshape(-1, 2)
 
 

@@ -22,12 +22,11 @@ def describe_program(program: Program) -> dict[str, Any]:
         group = groups.setdefault(p.group, {"leaves": 0, "weights": 0})
         group["leaves"] += 1
         group["weights"] += math.prod(p.shape)
-    zero = experiment.rules.zero
     return {
         "config": to_json(experiment),
         "mesh": {axis: size for axis, size in program.sizes.items()},
         "platform": program.platform,
-        "compute_dtype": str(program.dtype.dtype if hasattr(program.dtype, "dtype") else program.dtype),
+        "compute_dtype": program.dtype.name,
         "attention": {"kernel": program.kernel, "reason": program.kernel_reason},
         "num_parameters": program.num_parameters,
         "flops_per_token": experiment.model.flops_per_token(train.seq_len),
@@ -48,9 +47,9 @@ def describe_program(program: Program) -> dict[str, Any]:
                 "name": p.name,
                 "shape": list(p.shape),
                 "axes": list(p.axes),
-                "stored": _spec(p.layout.sharded if zero == 3 else p.layout.used),
+                "stored": _spec(p.layout.stored),
                 "used": _spec(p.layout.used),
-                "optimizer": _spec(p.layout.sharded if zero else p.layout.used),
+                "optimizer": _spec(p.layout.updated),
                 "group": p.group,
                 "zero_sharded": p.layout.zero_dim is not None,
             }

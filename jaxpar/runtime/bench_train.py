@@ -6,6 +6,7 @@ median over the turns.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -175,7 +176,7 @@ def handwritten_step(experiment: Experiment, batch: dict[str, np.ndarray]) -> St
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["mask"]) / jnp.sum(batch["mask"])
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Any, opt: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt = tx.update(grads, opt, params)

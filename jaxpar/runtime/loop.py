@@ -58,6 +58,8 @@ def train(
     stopped; the mesh and the devices may differ. Raises ConfigError for what cannot work, before anything is compiled;
     TrainingStopped when the loss stays non-finite, or when metrics or a checkpoint cannot be written.
     """
+    if jax.process_count() > 1:
+        raise JaxparError(f"{jax.process_count()} processes were started; a run is one process with all its devices")
     return _Training(experiment, run, devices or jax.devices(), resume, quiet).run()
 
 
@@ -109,9 +111,11 @@ class _Training:
         self.program = Program(experiment, devices)
         self.devices = devices
         self.folder = RunFolder(run)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=experiment.train.keep_checkpoints)
+        keep, every = experiment.train.keep_checkpoints, experiment.train.keep_every
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, every)
         self.scalars = self.program.scalars()
         self.tokens = 0  # valid tokens so far
+        self.sequences = 0  # sequences so far: where the data goes on
         self.skipped_in_a_row = 0
         self.train_loss = math.nan
         self.eval_loss: float | None = None
@@ -129,7 +133,7 @@ class _Training:
         with self.folder:
             first = self.checkpoints.latest() if self.resume else None
             self._introduce(first, saved)
-            state = None if first is None else self._restore(first)
+            state = None if first is None else self._restore(first, saved)
             self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
             self.folder.truncate_after(first or 0)
             compile_start = time.perf_counter()
@@ -166,7 +170,8 @@ class _Training:
         mesh = " x ".join(f"{a} {s}" for a, s in program.sizes.items() if s > 1) or "1"
         device = self.devices[0]
         self._say(f"run      {self.folder.path}")
-        self._say(f"model    {program.num_parameters:,} parameters, attention: {program.kernel}")
+        self._say(f"model    {program.num_parameters:,} parameters")
+        self._say(f"kernel   {program.kernel} attention: {program.kernel_reason}")
         self._say(
             f"mesh     {mesh} on {len(self.devices)} {device.platform} device{'s' * (len(self.devices) > 1)}, "
             f"ZeRO {self.experiment.rules.zero}, compute {np.dtype(program.dtype).name}"
@@ -176,8 +181,8 @@ class _Training:
             f"batch    {train.global_batch} sequences x {train.seq_len} tokens = "
             f"{self.experiment.tokens_per_step:,} tokens a step{accumulated}; {train.steps:,} steps"
         )
-        entropy = self.data.unigram_entropy()
-        tokens = sum(source["train"]["tokens"] for source in self.data.summary()["sources"])
+        self.entropy = entropy = self.data.unigram_entropy()
+        tokens = sum(source.counts()["tokens"] for source in self.data.train.sources)
         held = "" if entropy is None else f"; unigram entropy of the held-out text {entropy:.3f} nats/token"
         self._say(f"data     {tokens:,} training tokens{held}")
         whole = [p.name for p in program.parameters if p.layout.zero_dim is None]
@@ -190,18 +195,20 @@ class _Training:
         elif self.resume:
             self._say("no checkpoint to resume from; starting at step 0")
 
-    def _restore(self, step: int) -> Any:
+    def _restore(self, step: int, saved: Experiment | None) -> Any:
         metadata = self.checkpoints.metadata(step)
         if metadata["data"] != self.data.fingerprint:
+            changed = difference(saved, self.experiment) if saved else {}
+            fields = [path for path in changed if path.startswith("data.") or path in ("train.seq_len", "train.seed")]
             raise ConfigError(
                 "data",
-                self.data.fingerprint,
-                f"is not the data of the checkpoint at step {step} ({metadata['data']})",
-                "the same sources, tokenizer, packing, seq_len and seed, or a new run",
+                ", ".join(fields) or "the text itself",
+                f"changed since the checkpoint at step {step}, and with it the order of the data",
+                "what the run began with, or a new run",
             )
-        self.tokens = metadata["tokens"]
+        self.tokens, self.sequences = metadata["tokens"], metadata["sequences"]
         for record in self.folder.read_metrics():
-            self.train_loss = record.get("loss", self.train_loss)
+            self.train_loss = record.get("loss") or self.train_loss
             self.eval_loss = record.get("eval_loss", self.eval_loss)
         return self.checkpoints.restore(step, self.program.abstract_state)
 
@@ -209,13 +216,14 @@ class _Training:
 
     def _loop(self, step: Any, state: Any, first: int) -> Summary:
         train = self.experiment.train
-        peak, self.peak_source = peak_flops(self.devices)
+        peak, source = peak_flops(self.devices)
+        self._say(f"peak     {peak / 1e12:.3g} TFLOP/s: {source}" if peak else "peak     unknown: no MFU")
         flops = self.experiment.model.flops_per_token(train.seq_len)
         self.meter = Meter(self.experiment.tokens_per_step, flops, peak)
         done = first  # steps whose metrics have been read
         with (
             _Signals() as signals,
-            self.data.loader(train.global_batch, first, jax.process_index(), jax.process_count()) as loader,
+            self.data.loader(train.global_batch, self.sequences, jax.process_index(), jax.process_count()) as loader,
             self._progress_bar(first) as self.bar,
         ):
             pending = None
@@ -258,16 +266,18 @@ class _Training:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         reading = self.meter.step()
         self.tokens += int(values["tokens"])
+        self.sequences += self.experiment.train.global_batch
         self.train_loss = values["loss"]
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if step % self.experiment.train.log_every == 0 or not finite:
+        train = self.experiment.train
+        if step % train.log_every == 0 or step == train.steps or not finite:
             self.folder.append(
                 {
                     "step": step,
                     "tokens": self.tokens,
-                    "loss": values["loss"],
-                    "grad_norm": values["grad_norm"],
+                    "loss": values["loss"] if finite else None,
+                    "grad_norm": values["grad_norm"] if finite else None,
                     "learning_rate": values["learning_rate"],
                     "skipped": int(values["skipped"]),
                     "tokens_per_second": round(reading.tokens_per_second, 1),
@@ -289,17 +299,19 @@ class _Training:
             return
         train = self.experiment.train
         size = train.global_batch // train.microbatches
-        total, count = 0.0, 0.0
+        sums = []
         most = train.eval_batches * train.microbatches
         for batch in self.data.evaluation.batches(size, most, jax.process_index(), jax.process_count()):
-            loss, tokens = self.program.evaluate(state["params"], self.program.put(batch, 0), self.scalars)
-            total, count = total + float(loss), count + float(tokens)
-        self.eval_loss = total / max(count, 1.0)
+            sums.append(self.program.evaluate(state["params"], self.program.put(batch, 0), self.scalars))
+        losses, counts = zip(*jax.device_get(sums), strict=True)  # the one wait for the device
+        count = int(sum(map(float, counts)))
+        self.eval_loss = sum(map(float, losses)) / max(count, 1)
         self.folder.append({"step": step, "tokens": self.tokens, "eval_loss": self.eval_loss, "eval_tokens": count})
         self._say(f"step {step:,}: evaluation loss {self.eval_loss:.4f} nats/token")
 
     def _save(self, step: int, state: Any) -> None:
-        self.checkpoints.save(step, state, {"tokens": self.tokens, "data": self.data.fingerprint})
+        metadata = {"tokens": self.tokens, "sequences": self.sequences, "data": self.data.fingerprint}
+        self.checkpoints.save(step, state, metadata)
 
     def _give_up(self, step: int, state: Any) -> None:
         """Stop: the state is that of the last finite step, since the others were skipped whole."""
@@ -312,7 +324,7 @@ class _Training:
         )
 
     def _finish(self, step: int, stopped_by: str | None) -> Summary:
-        entropy = self.data.unigram_entropy()
+        entropy = self.entropy
         if stopped_by:
             self._say(f"stopped by {stopped_by} after step {step:,}; checkpoint saved; continue with --resume")
         else:

@@ -1,4 +1,4 @@
-"""Throughput of a run: tokens/s, model FLOPs utilisation, time spent waiting for data."""
+"""Throughput of a run: tokens/s and model FLOPs utilisation."""
 
 from __future__ import annotations
 

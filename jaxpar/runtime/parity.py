@@ -33,7 +33,7 @@ FAST_COMPILE: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Case:
     """One way to run the experiment."""
 
     mesh: MeshConfig
@@ -58,33 +58,33 @@ class Layout:
         )
 
 
-def layouts() -> Iterator[Layout]:
+def layouts() -> Iterator[Case]:
     """Each axis, pairs of axes, ZeRO stages, accumulation, on eight devices."""
 
     def mesh(**axes: int) -> MeshConfig:
         return MeshConfig(**{"fsdp": 1, **axes})
 
-    yield Layout(mesh(), 3, microbatches=2)
-    yield Layout(mesh(data=8), 3)
-    yield Layout(mesh(expert=8), 3)
-    yield Layout(mesh(context=8), 3)
-    yield Layout(mesh(tensor=4, data=2), 3)
+    yield Case(mesh(), 3, microbatches=2)
+    yield Case(mesh(data=8), 3)
+    yield Case(mesh(expert=8), 3)
+    yield Case(mesh(context=8), 3)
+    yield Case(mesh(tensor=4, data=2), 3)
     stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     for zero in stages:
-        yield Layout(mesh(fsdp=8), zero)
+        yield Case(mesh(fsdp=8), zero)
     for zero in stages[1:]:
-        yield Layout(mesh(fsdp=4, data=2), zero, microbatches=2)
+        yield Case(mesh(fsdp=4, data=2), zero, microbatches=2)
     for zero in stages:
-        yield Layout(mesh(fsdp=2, tensor=4), zero)
-    yield Layout(mesh(data=2, context=4), 3)
-    yield Layout(mesh(data=2, expert=4), 3)
-    yield Layout(mesh(fsdp=4, context=2), 3, microbatches=2)
-    yield Layout(mesh(fsdp=4, expert=2), 3)
-    yield Layout(mesh(expert=2, context=4), 3)
-    yield Layout(mesh(expert=2, tensor=4), 3)
-    yield Layout(mesh(context=2, tensor=4), 3)
-    yield Layout(mesh(fsdp=2, context=2, tensor=2), 2, microbatches=2)
-    yield Layout(mesh(data=2, fsdp=2, tensor=2), 3, microbatches=2)
+        yield Case(mesh(fsdp=2, tensor=4), zero)
+    yield Case(mesh(data=2, context=4), 3)
+    yield Case(mesh(data=2, expert=4), 3)
+    yield Case(mesh(fsdp=4, context=2), 3, microbatches=2)
+    yield Case(mesh(fsdp=4, expert=2), 3)
+    yield Case(mesh(expert=2, context=4), 3)
+    yield Case(mesh(expert=2, tensor=4), 3)
+    yield Case(mesh(context=2, tensor=4), 3)
+    yield Case(mesh(fsdp=2, context=2, tensor=2), 2, microbatches=2)
+    yield Case(mesh(data=2, fsdp=2, tensor=2), 3, microbatches=2)
 
 
 def run_parity(experiment: Experiment, devices: list[Any], only: str | None, as_json: bool) -> int:
@@ -97,7 +97,7 @@ def run_parity(experiment: Experiment, devices: list[Any], only: str | None, as_
     if not chosen:
         raise ConfigError("--only", only, "is in no layout's name", "for example: fsdp, tensor, ZeRO 2, microbatches")
     start = time.perf_counter()
-    alone = Layout(MeshConfig(fsdp=1), 3)
+    alone = Case(MeshConfig(fsdp=1), 3)
     reference = _one_step(alone.of(experiment), devices[:1], batch)
     rows = []
     if not as_json:
@@ -159,7 +159,7 @@ def _one_step(experiment: Experiment, devices: list[Any], batch: dict[str, np.nd
         return metrics["loss"], grads, new_state["params"]
 
     arguments = (state, program.put(batch), program.scalars())
-    with jax.set_mesh(program.mesh):
+    with program.tracing():
         compiled = jax.jit(step).lower(*arguments).compile(FAST_COMPILE)
     with _RUNNING:
         loss, grads, params = jax.device_get(compiled(*arguments))
@@ -171,7 +171,7 @@ def _one_step(experiment: Experiment, devices: list[Any], batch: dict[str, np.nd
 
 
 def _compare(
-    layout: Layout, experiment: Experiment, devices: list[Any], batch: dict[str, np.ndarray], reference: dict[str, Any]
+    layout: Case, experiment: Experiment, devices: list[Any], batch: dict[str, np.ndarray], reference: dict[str, Any]
 ) -> dict[str, Any]:
     count = int(np.prod([getattr(layout.mesh, a) for a in MESH_AXES]))
     try:

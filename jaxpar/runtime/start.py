@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from pathlib import Path
 
 
@@ -24,7 +23,6 @@ def configure_jax() -> None:
     import jax
 
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
     folder = compile_cache_folder()
     if folder is None:
         return

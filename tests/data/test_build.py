@@ -94,7 +94,7 @@ def test_without_evaluation(folder):
 
 def test_a_batch_reads_like_the_text(folder):
     data = build_data(MANY, 32, 0)
-    with data.loader(4, start_step=3) as loader:
+    with data.loader(4, first=12) as loader:
         batch = next(loader)
     assert {key: array.shape for key, array in batch.items()} == dict.fromkeys(batch, (4, 32))
     joined = "\0".join(TEXTS)

@@ -61,27 +61,27 @@ def first_tokens(batches):
 @pytest.mark.parametrize("k", range(STEPS))
 def test_resuming_at_every_step(mixed, prefetch, k):
     whole = take(Loader(mixed, 2, prefetch=prefetch), STEPS)
-    assert same(take(Loader(mixed, 2, start_step=k, prefetch=prefetch), STEPS - k), whole[k:])
+    assert same(take(Loader(mixed, 2, first=2 * k, prefetch=prefetch), STEPS - k), whole[k:])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(mixed, workers):
     whole = take(Loader(mixed, 2, prefetch=0), STEPS)
-    resumed = Loader(mixed, 2, start_step=4, workers=workers)
+    resumed = Loader(mixed, 2, first=8, workers=workers)
     assert same(take(resumed, STEPS - 4), whole[4:])
-    assert resumed.step == STEPS
+    assert resumed.next == 2 * STEPS
 
 
 def test_workers_change_nothing_for_one_host_of_many(mixed):
-    whole = take(Loader(mixed, 4, start_step=7, host_index=1, host_count=2, prefetch=0), 6)
-    assert same(take(Loader(mixed, 4, start_step=7, host_index=1, host_count=2, workers=2, prefetch=1), 6), whole)
+    whole = take(Loader(mixed, 4, first=28, host_index=1, host_count=2, prefetch=0), 6)
+    assert same(take(Loader(mixed, 4, first=28, host_index=1, host_count=2, workers=2, prefetch=1), 6), whole)
 
 
 def test_an_interrupted_run_sees_every_row_once_per_epoch(stream):
     """Ten rows, batch 2, three epochs, interrupted after step 7: the skip is not applied again at the next epoch."""
     first = Loader(stream, 2)
     before = take(first, 7)
-    after = take(Loader(stream, 2, start_step=first.step), 8)
+    after = take(Loader(stream, 2, first=first.next), 8)
     tokens = first_tokens(before + after)
     assert Counter(tokens) == {1 + 8 * row: 3 for row in range(10)}
     assert tokens == first_tokens(take(Loader(stream, 2), STEPS))
@@ -90,7 +90,7 @@ def test_an_interrupted_run_sees_every_row_once_per_epoch(stream):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_resuming_reads_nothing_earlier(stream, prefetch):
     stream.read.clear()
-    take(Loader(stream, 2, start_step=10**9, prefetch=prefetch), 3)
+    take(Loader(stream, 2, first=2 * 10**9, prefetch=prefetch), 3)
     assert min(stream.read) == 2 * 10**9
     assert len(stream.read) <= 2 * (3 + prefetch)
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpar.errors import ConfigError
 from jaxpar.models.decoder import Decoder, DecoderConfig
 from jaxpar.models.initializers import truncated_normal
-from jaxpar.models.layout import SingleDevice, compute_dtype, lookup
+from jaxpar.models.layout import SingleDevice, lookup, parameter_dtype
 
 
 def decoder(config):
@@ -144,7 +144,7 @@ def test_weights_that_compute_in_sixteen_bits():
     assert model.embedding.table[...].dtype == jnp.float32
     for bias in (layers.attention.q_bias, layers.attention.o_bias, layers.mlp.up_bias, layers.mlp_norm.scale):
         assert bias[...].dtype == jnp.float32
-    assert compute_dtype(("layers", "head_dim"), jnp.bfloat16) == jnp.float32
+    assert parameter_dtype(("layers", "head_dim"), jnp.bfloat16) == jnp.float32
 
 
 def test_a_frequent_tokens_gradient_is_summed_in_fp32():

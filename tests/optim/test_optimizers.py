@@ -101,7 +101,7 @@ def test_sgd_by_hand(momentum, nesterov, want):
 )
 def test_groups(name, axes, group):
     """A stacked vector is a vector and a bias per head is one too: neither is decayed."""
-    assert group_of(name, axes) == group
+    assert group_of(axes) == group
 
 
 @pytest.mark.parametrize(

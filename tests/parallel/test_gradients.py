@@ -24,10 +24,10 @@ CASES = {
     "context 4 fsdp 2": dict(model="llama", context=4, fsdp=2, microbatches=1),
     "expert 4 data 2": dict(model="gpt", expert=4, data=2, microbatches=2),
     "biases over tensor": dict(model="gpt", tensor=4, fsdp=2),
-    "heads whole": dict(model="gpt", tensor=2, fsdp=4, rules=ShardingRules(heads=(), kv_heads=())),
+    "heads whole": dict(model="gpt", tensor=2, fsdp=4, rules=ShardingRules(heads=())),
     "mlp whole": dict(model="gpt", tensor=2, fsdp=4, rules=ShardingRules(mlp=(), zero=2)),
     "vocab whole": dict(model="gemma", tensor=2, context=2, fsdp=2, rules=ShardingRules(vocab=(), zero=1)),
-    "all whole": dict(model="relu2", tensor=4, fsdp=2, rules=ShardingRules(heads=(), kv_heads=(), mlp=(), vocab=())),
+    "all whole": dict(model="relu2", tensor=4, fsdp=2, rules=ShardingRules(heads=(), mlp=(), vocab=())),
 }
 
 
@@ -163,7 +163,7 @@ def reduce_toy(weight, values, mask, zero, axis_type, check_vma, **mesh):
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[axis_type]
     made = jax.sharding.Mesh(devices.reshape(list(sizes.values())), MESH_AXES, axis_types=(kind,) * 6)
     layout = place("w", ("embed",), np.shape(weight), sizes, ShardingRules(zero=zero))
-    reducer = Reducer({"w": layout}, sizes, zero)
+    reducer = Reducer({"w": layout}, sizes)
 
     def objective(params, batch):
         share = (params["w"] * batch["values"] * batch["mask"]).sum()

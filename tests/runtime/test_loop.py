@@ -302,7 +302,7 @@ def test_other_data_is_refused(straight, one_device, tmp_path, text, compiled):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("three", "drei"))
     source = TextFiles(str(other), separator="\n\n")
-    match = "^data: .* is not the data of the checkpoint at step 5"
+    match = "^data: .* changed since the checkpoint at step 5"
     refused(change(experiment, "data", sources=(source,)), run, one_device, compiled, match)
     refused(change(experiment, "data", eval_fraction=0.3), run, one_device, compiled, match)
     refused(change(experiment, "train", seed=1), run, one_device, compiled, match)

@@ -67,7 +67,7 @@ def test_one_wrong_leaf_is_named(capsys, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """``measured(change)``: instead of running, layouts of 2 microbatches give what ``change`` makes of the reference."""
+    """``measured(change)``: nothing runs; 2 microbatches give what ``change`` makes of the reference."""
 
     def use(change):
         def one_step(experiment, devices, batch):
