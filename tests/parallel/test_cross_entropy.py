@@ -129,9 +129,10 @@ def test_large_logits():
 
 
 def test_chunks_stay_near_128_mebibytes():
-    """As many tokens as fit 2^25 logits, 128 at least, never more than there are."""
-    assert default_chunk(10_000, 1 << 15) == 1024
-    assert default_chunk(10_000, 1 << 20) == 128
+    """As many tokens as fit 2^25 logits, in 256s; 1024 at least, never more than there are."""
+    assert default_chunk(10_000, 1 << 13) == 4096
+    assert default_chunk(10_000, 10_000) == 3328
+    assert default_chunk(10_000, 1 << 20) == 1024
     assert default_chunk(100, 1 << 15) == 100
 
 

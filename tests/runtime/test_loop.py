@@ -137,9 +137,9 @@ def test_the_loss_falls(straight):
 
 def test_log_every_thins_the_metrics_and_changes_no_number(straight, tiny, one_device, tmp_path):
     train(tiny(log_every=4), tmp_path / "run", one_device, quiet=True)
-    assert steps_of(tmp_path / "run") == [4, 8]
+    assert steps_of(tmp_path / "run") == [4, 8, 10]  # the last one always
     want = {record["step"]: record for record in lines(straight[1]) if "loss" in record}
-    assert [r for r in lines(tmp_path / "run") if "loss" in r] == [want[4], want[8]]
+    assert [r for r in lines(tmp_path / "run") if "loss" in r] == [want[4], want[8], want[10]]
 
 
 def test_quiet_prints_nothing_and_loud_says_what_matters(straight, one_device, tmp_path, capfd):
@@ -402,7 +402,7 @@ def test_a_non_finite_step_is_skipped_whole_and_counted(straight, one_device, tm
     train(experiment, run, one_device)
     records = [record for record in lines(run) if "loss" in record]
     assert [record["skipped"] for record in records] == [0, 0, 1, 1, 1, 2, 3, 3, 3, 3]
-    assert [math.isfinite(record["grad_norm"]) for record in records].count(False) == 3
+    assert [record["step"] for record in records if record["loss"] is record["grad_norm"] is None] == [3, 6, 7]
     assert capsys.readouterr().out.count("skipped whole") == 3
     for skipped in (3, 6, 7):
         before, after = leaves(run, skipped - 1), leaves(run, skipped)

@@ -53,7 +53,7 @@ def test_json_and_the_bytes_of_zero(capsys):
     assert row["layout"] == "fsdp 8, ZeRO 3" and row["result"] == "same" and row["same_initial_weights"]
     assert max(row["loss"], row["gradient"], row["update"]) <= 1e-5
     assert report["reference"]["loss"] == pytest.approx(np.log(264), abs=1)
-    assert row["bytes"] == pytest.approx(report["reference"]["bytes"] / 8, rel=0.01)  # *wrong*: all of it
+    assert row["bytes"] == pytest.approx(report["reference"]["bytes"] / 8, rel=0.05)  # *wrong*: all of it
 
 
 def test_one_wrong_leaf_is_named(capsys, monkeypatch):
