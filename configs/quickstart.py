@@ -17,8 +17,8 @@ def config() -> Experiment:
         model=DecoderConfig(
             vocab_size=320, num_layers=4, embed=128, num_heads=4, num_kv_heads=4, mlp_width=384, scan_unroll=4
         ),
-        optim=AdamWConfig(learning_rate=4e-3, schedule=ScheduleConfig(kind="cosine", warmup_steps=30)),
-        train=TrainConfig(steps=400, global_batch=16, seq_len=256, eval_every=100, checkpoint_every=100),
+        optim=AdamWConfig(learning_rate=3e-3, schedule=ScheduleConfig(kind="cosine", warmup_steps=30)),
+        train=TrainConfig(steps=360, global_batch=8, seq_len=256, eval_every=120, checkpoint_every=120),
     )
 
 
