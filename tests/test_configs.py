@@ -62,6 +62,7 @@ def test_both_variants_are_whole_and_come_back_from_json(name):
     Program(load_config(name, "smoke"), jax.devices())  # fits eight devices as it is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke_trains(name, text, tmp_path, monkeypatch):
     """Two steps from end to end; the quickstart on its own data, the others on little text and without evaluation."""

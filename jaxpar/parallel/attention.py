@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any, Literal
 
@@ -64,8 +63,10 @@ def run_kernel(
     return attention(q_BSHK, k_BSGK, v_BSGK, segments_BS, segments_BS, mask)
 
 
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, mask: Mask) -> jax.Array:
-    kernel = _splash_kernel(q.shape[1], q.shape[2], mask)
+def _splash(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, mask: Mask, interpret: bool = False
+) -> jax.Array:
+    kernel = _splash_kernel(q.shape[1], q.shape[2], mask, interpret)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
@@ -74,7 +75,7 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
     return jax.vmap(kernel)(*heads_first, segment_ids=ids).transpose(0, 2, 1, 3)
 
 
-def _splash_kernel(seq_len: int, heads: int, mask: Mask) -> Any:
+def _splash_kernel(seq_len: int, heads: int, mask: Mask, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -93,5 +94,11 @@ def _splash_kernel(seq_len: int, heads: int, mask: Mask) -> Any:
         block_q_dq=block,
         block_kv_dq=block,
     )
-    make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1, block_sizes=sizes)
-    return make(masks.MultiHeadMask([one] * heads), attn_logits_soft_cap=mask.softcap)
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([one] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=mask.softcap,
+        interpret=interpret,
+    )

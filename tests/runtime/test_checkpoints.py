@@ -404,6 +404,7 @@ def run_python(code, folder, devices=8):
     return out
 
 
+@pytest.mark.slow
 def test_a_killed_saver_always_leaves_a_complete_checkpoint(tmp_path):
     """SIGKILL at random moments of a stream of saves, each process going on from what the one before it left."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])

@@ -362,6 +362,7 @@ def test_a_tokenizer_that_is_bigger_than_the_model(tiny, one_device, tmp_path, c
 # Other meshes
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_from_mesh_to_mesh(straight, tiny, one_device, tmp_path, monkeypatch):
     """One run over four meshes and two ZeRO stages logs what one device does (B2: sums over wrong axes differ)."""
     run, devices = tmp_path / "run", jax.devices()
@@ -508,6 +509,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_killed_again_and_again(tiny, one_device, tmp_path, text):
     """A signal of each kind at a random moment, mostly within a save; each time ``--resume``."""
     experiment = tiny(steps=40, checkpoint_every=1, keep_checkpoints=2, eval_every=7)
