@@ -226,7 +226,7 @@ def test_help_of_a_config_lists_every_field_with_its_value(capsys, command):
         main([command, "quickstart", "--help"])
     out, err = capsys.readouterr()
     assert stop.value.code == 0 and err == ""
-    assert "--optim.learning_rate float  (now 0.004)  the peak\n" in out
+    assert "--optim.learning_rate float  (now 0.003)  the peak\n" in out
     assert "--train.steps int  (now " in out and "  optimizer steps of the whole run\n" in out
     for flag in ("--devices", "--model.rope.theta", "--data.tokenizer", "--mesh.tensor", "--rules.zero"):
         assert flag in out
