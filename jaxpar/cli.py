@@ -12,6 +12,8 @@ CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import sys
@@ -28,6 +30,9 @@ CONFIG = "a config file, its name, or a run folder"
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 (the run or the comparison failed) or 2 (the input is wrong)."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     commands = {"train": _train, "show": _show, "parity": _parity, "bench": _bench}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
@@ -54,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # who read the output has gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
+    except OSError as error:  # a path that cannot be looked at
+        print(f"jaxpar: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
@@ -155,7 +163,8 @@ def _train(arguments: list[str]) -> int:
     try:
         summary = train(experiment, run, devices, options.resume, options.quiet)
     except TrainingStopped:
-        _draw(run, None)
+        with contextlib.suppress(JaxparError, OSError):  # the message is what matters
+            _draw(run, None)
         raise
     try:
         figure = _draw(run, summary.unigram_entropy)

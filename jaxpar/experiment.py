@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxpar.data import DataConfig
 from jaxpar.errors import ConfigError, divisors
 from jaxpar.mesh.axes import MeshConfig
@@ -69,6 +71,11 @@ class Experiment:
         for part in (self.model, self.task, self.data, self.optim, self.train, self.rules):
             part.validate()
         self.optim.schedule.validate_for(self.train.steps)
+        for name, value in self.scalars().items():
+            unbounded = name == "max_grad_norm" and self.optim.max_grad_norm is None
+            if not (unbounded or abs(value) <= float(np.finfo(np.float32).max)):
+                field = f"task.{name}" if name in self.task.scalars() else f"optim.{name}"
+                raise ConfigError(field, value, "is not finite in fp32", "up to 3e38")
 
     def validate_on(self, sizes: dict[str, int]) -> None:
         """Check what must divide on a mesh of these axis sizes (the weights are checked where they are laid out)."""

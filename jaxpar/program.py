@@ -223,14 +223,14 @@ class Program:
     def update(
         self, state: State, grads: Any, metrics: dict[str, jax.Array], scalars: dict[str, jax.Array]
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Clip, step the optimizer, skip the whole step where the loss or a gradient is not finite; for tracing."""
+        """Clip, step the optimizer; skip the whole step where loss, gradient or update is not finite; for tracing."""
         norm = optax.tree.norm(grads)
         rate = scalars["learning_rate"] * self.experiment.optim.schedule.factor(state["step"], scalars)
-        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"]) & jnp.isfinite(rate)
         clip = jnp.minimum(1.0, scalars["max_grad_norm"] / jnp.maximum(norm, 1e-16))
         grads = jax.tree.map(lambda g: g * clip, grads)
         params = jax.tree.map(jax.reshard, state["params"], self._updated)
         updates, opt = self._transform(scalars).update(grads, state["opt"], params)
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"]) & jnp.isfinite(rate * optax.tree.norm(updates))
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old)

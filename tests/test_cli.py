@@ -116,6 +116,15 @@ SOURCE = "--data.sources.0"
         ("--train.max_skipped -1", "train.max_skipped: -1 is too small (legal: 0 or more)"),
         ("--optim.learning_rate -1", "optim.learning_rate: -1.0 is not a rate"),
         ("--optim.b2 1", "optim.b2: 1.0 is not a decay rate"),
+        ("--optim.b2 0.9999999999", "optim.b2: 0.9999999999 is not a decay rate in fp32"),  # 1 in fp32: 0 / 0
+        ("--optim.learning_rate inf", "optim.learning_rate: inf is not finite in fp32"),
+        ("--optim.weight_decay 1e39", "optim.weight_decay: 1e+39 is not finite in fp32"),
+        ("--optim.eps 1e-50", "optim.eps: 1e-50 is not positive"),
+        ("--task.z_loss inf", "task.z_loss: inf is not finite in fp32"),
+        ("--model.logit_softcap inf", "model.logit_softcap: inf is not positive and finite"),
+        ("--model.rope.scaling yarn --model.rope.theta 1", "model.rope.scaling: yarn has no finite frequencies"),
+        ("--model.rope.scaling yarn --model.rope.beta_fast 0", "model.rope.scaling: yarn has no finite frequencies"),
+        ("--devices 99999", "--devices: 99999 is not a number of devices"),
         ("--data.eval_fraction 1", "data.eval_fraction: 1.0 is out of range"),
         # what does not divide
         ("--model.num_heads 3", "model.num_heads: 3 does not divide model.embed 16"),
@@ -146,7 +155,7 @@ SOURCE = "--data.sources.0"
         ("--devices 8 --mesh.tensor -1", "mesh.tensor: -1 is the second free axis beside mesh.fsdp"),
         ("--devices 8 --mesh.tensor 0", "mesh.tensor: 0 is not a size"),
         ("--devices 8 --mesh.pipe 2", "mesh.pipe: 2 needs a pipeline schedule"),
-        ("--devices 0", "--devices: 0 is not a number of devices (legal: a positive integer N, or cpu:N)"),
+        ("--devices 0", "--devices: 0 is not a number of devices (legal: N or cpu:N, from 1 to 4096)"),
         ("--devices 999", "--devices: 999 devices are not there"),
         ("--devices two", "--devices: two is not a number of devices"),
         # data
@@ -279,7 +288,7 @@ def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
     out, err = capfd.readouterr()
     assert code == 1
     assert out == "" and err.count("\n") == 1
-    assert err.startswith("jaxpar: loss or gradients were not finite in the last 2 steps up to step 3")
+    assert err.startswith("jaxpar: loss, gradients or updates were not finite in the last 2 steps up to step 3")
     assert Checkpoints(here / "run" / "checkpoints").latest() == 3
 
 

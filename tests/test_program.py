@@ -174,6 +174,17 @@ def test_a_step_that_is_not_finite_is_skipped_whole(stage, poison):
     assert (after["step"], after["skipped"], metrics["skipped"]) == (1, 1, 1)
 
 
+def test_an_update_that_is_not_finite_is_skipped_whole():
+    """Gradients are finite, the optimizer's own arithmetic is not: 0 / 0 where b2 is 1."""
+    program = zero_program(3)
+    before = oracle.put_state(program, oracle.random_params(program))
+    kept = numpy(before["params"])
+    scalars = {**program.scalars(), "b2": np.float32(1)}
+    after, metrics = oracle.compiled_step(program)(before, program.put(oracle.ragged_batch()), scalars)
+    assert np.isfinite(metrics["grad_norm"]) and (after["step"], after["skipped"]) == (1, 1)
+    jax.tree.map(np.testing.assert_array_equal, numpy(after["params"]), kept)
+
+
 @pytest.mark.parametrize("mesh", [dict(tensor=2, context=2, fsdp=2)], ids=str)
 def test_evaluation(mesh):
     """A sum in nats without z-loss, and the number of valid tokens."""

@@ -115,7 +115,7 @@ class JsonLines:
     def _text(self, line: bytes, place: str, field: str) -> str:
         try:
             record = json.loads(line)
-        except ValueError as error:  # bad JSON and bad UTF-8 alike
+        except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
             raise ConfigError(f"{field}.path", self.path, f"holds a line that is not JSON: {place}: {error}") from None
         if not isinstance(record, dict) or not isinstance(text := record.get(self.field), str):
             keys = ", ".join(map(repr, record)) if isinstance(record, dict) else f"none, a {type(record).__name__}"

@@ -70,8 +70,9 @@ class HuggingFaceTokenizer:
         content = _read(path)
         try:
             self._backend: Any = Backend.from_buffer(content)
-        except Exception as error:  # the library raises a bare Exception
-            raise ConfigError("data.tokenizer", path, f"is not a tokenizer: {error}", "a tokenizer.json") from None
+        except BaseException as error:
+            raise _refused(error, path, "is not a tokenizer") from None
+        self._path = path
         self._backend.no_padding()
         self._backend.no_truncation()
         self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -87,7 +88,10 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text; the library spreads a long list over the cores."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise _refused(error, self._path, "cannot encode this text") from None
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -107,9 +111,16 @@ def load_tokenizer(tokenizer: str, eos_token: str | None = None) -> Tokenizer:
     return ByteTokenizer()
 
 
+def _refused(error: BaseException, path: str, rule: str) -> BaseException:
+    """What the library raises (a bare Exception, or a panic that is none) as ours; an interrupt as it is."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        return error
+    return ConfigError("data.tokenizer", path, f"{rule}: {error}", "a tokenizer.json that fits the text")
+
+
 def _read(path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
+    except (OSError, ValueError, RuntimeError) as error:  # the latter two: a path or a home that cannot be
+        rule = f"cannot be read: {getattr(error, 'strerror', error)}"
         raise ConfigError("data.tokenizer", path, rule, "bytes, or the path of a tokenizer.json") from None

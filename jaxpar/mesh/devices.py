@@ -34,8 +34,8 @@ def start_devices(wanted: str | None = None) -> list[Any]:
     fewer.
     """
     platform, _, number = (wanted or "").rpartition(":")
-    if wanted is not None and (platform not in ("", "cpu") or not number.isdecimal() or int(number) < 1):
-        raise ConfigError("--devices", wanted, "is not a number of devices", "a positive integer N, or cpu:N")
+    if wanted is not None and (platform not in ("", "cpu") or not number.isdecimal() or not 1 <= int(number) <= 4096):
+        raise ConfigError("--devices", wanted, "is not a number of devices", "N or cpu:N, from 1 to 4096")
     count = int(number) if number else None
     quiet_plugins()
     import contextlib

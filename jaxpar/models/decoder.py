@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -58,8 +59,8 @@ class DecoderConfig:
             "head_dim", "sliding_window", "attention_softcap", "logit_softcap", "norm_eps",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"model.{name}", value, "is not positive", "a positive number")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"model.{name}", value, "is not positive and finite", "a positive number")
         if self.head_dim is None and self.embed % self.num_heads:
             legal = "an even model.embed" if self.embed % 2 else divisors(self.embed // 2)  # heads of even width
             raise ConfigError("model.num_heads", self.num_heads, f"does not divide model.embed {self.embed}", legal)
@@ -81,7 +82,7 @@ class DecoderConfig:
                 f"does not divide model.num_layers {self.num_layers}",
                 divisors(self.num_layers),
             )
-        self.rope.validate()
+        self.rope.validate(self.width_of_head)
 
     def matmul_parameters(self) -> int:
         """Weights that multiply activations: every matrix but the embedding lookup."""

@@ -26,8 +26,8 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: rotations over original_length above which a frequency is left alone
     beta_slow: float = 1.0  # yarn: and below which it is scaled whole
 
-    def validate(self) -> None:
-        """Raise ConfigError for frequencies that cannot be."""
+    def validate(self, head_dim: int) -> None:
+        """Raise ConfigError for frequencies that cannot be, or not of heads of this width."""
         for name in ("theta", "factor", "original_length"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"model.rope.{name}", getattr(self, name), "is not positive", "a positive number")
@@ -37,6 +37,16 @@ class RopeConfig:
                 self.high_frequency_factor,
                 "is not above low_frequency_factor",
                 f"more than {self.low_frequency_factor}",
+            )
+        try:
+            freq, scale = frequencies(self, head_dim)
+            legal = bool(np.isfinite(freq).all() and np.isfinite(scale))
+        except (ValueError, ArithmeticError):
+            legal = False
+        if not legal:
+            rule = f"has no finite frequencies for heads of width {head_dim} with these numbers"
+            raise ConfigError(
+                "model.rope.scaling", self.scaling, rule, "theta above 1, positive betas, a factor of 1 to 100"
             )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxpar.errors import ConfigError
@@ -61,9 +62,9 @@ class AdamWConfig(OptimizerConfig):
         """Raise ConfigError for numbers AdamW does not take."""
         super().validate()
         for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optim.{name}", getattr(self, name), "is not a decay rate", "0 <= x < 1")
-        if not self.eps > 0:
+            if not 0 <= np.float32(getattr(self, name)) < 1:
+                raise ConfigError(f"optim.{name}", getattr(self, name), "is not a decay rate in fp32", "0 <= x < 1")
+        if not np.float32(self.eps) > 0:
             raise ConfigError("optim.eps", self.eps, "is not positive", "a positive number")
 
     def scalars(self, total_steps: int) -> dict[str, float]:

@@ -45,7 +45,7 @@ def draw_loss(records: Records, path: Path, title: str, reference: Mapping[str, 
     rate = _thin(_series(records, "learning_rate"))
     rate_axes.plot(*rate.T, ".-" if len(rate) == 1 else "-", color=BLUE, linewidth=1.2)
 
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(title.encode("utf-8", "replace").decode(), x=0.01, ha="left", fontsize=11, fontweight="bold")
     loss_axes.set(ylabel="loss (nats/token)", ylim=_limits(training, smooth, evaluation, list(reference.values())))
     rate_axes.set(xlabel="step", ylabel="learning rate", ylim=(0, 1.1 * max(rate[:, 1], default=0) or None))
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)

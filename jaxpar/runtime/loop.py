@@ -116,6 +116,7 @@ class _Training:
         self.scalars = self.program.scalars()
         self.tokens = 0  # valid tokens so far
         self.sequences = 0  # sequences so far: where the data goes on
+        self.skipped = 0.0  # non-finite steps so far
         self.skipped_in_a_row = 0
         self.train_loss = math.nan
         self.eval_loss: float | None = None
@@ -188,6 +189,8 @@ class _Training:
         whole = [p.name for p in program.parameters if p.layout.zero_dim is None]
         if self.experiment.rules.zero and program.sizes["fsdp"] > 1 and whole:
             self._say(f"note     {len(whole)} vectors do not divide by fsdp and stay whole: {', '.join(whole[:4])}")
+        if self.experiment.optim.schedule.warmup_steps > train.steps:
+            self._say("note     the warmup is longer than the run: the learning rate never reaches its peak")
         if first is not None:
             self._say(f"resuming from step {first:,}")
             for path, (old, new) in (difference(saved, self.experiment) if saved else {}).items():
@@ -206,11 +209,16 @@ class _Training:
                 f"changed since the checkpoint at step {step}, and with it the order of the data",
                 "what the run began with, or a new run",
             )
+        if step > self.experiment.train.steps:
+            steps = self.experiment.train.steps
+            raise ConfigError("train.steps", steps, f"is before the checkpoint at step {step}", f"{step} or more")
         self.tokens, self.sequences = metadata["tokens"], metadata["sequences"]
         for record in self.folder.read_metrics():
             self.train_loss = record.get("loss") or self.train_loss
             self.eval_loss = record.get("eval_loss", self.eval_loss)
-        return self.checkpoints.restore(step, self.program.abstract_state)
+        state = self.checkpoints.restore(step, self.program.abstract_state)
+        self.skipped = float(state["skipped"])
+        return state
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -268,7 +276,8 @@ class _Training:
         self.tokens += int(values["tokens"])
         self.sequences += self.experiment.train.global_batch
         self.train_loss = values["loss"]
-        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        finite = values["skipped"] == self.skipped  # as the step itself decided
+        self.skipped = values["skipped"]
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         train = self.experiment.train
         if step % train.log_every == 0 or step == train.steps or not finite:
@@ -276,8 +285,8 @@ class _Training:
                 {
                     "step": step,
                     "tokens": self.tokens,
-                    "loss": values["loss"] if finite else None,
-                    "grad_norm": values["grad_norm"] if finite else None,
+                    "loss": _finite(values["loss"]),
+                    "grad_norm": _finite(values["grad_norm"]),
                     "learning_rate": values["learning_rate"],
                     "skipped": int(values["skipped"]),
                     "tokens_per_second": round(reading.tokens_per_second, 1),
@@ -318,7 +327,7 @@ class _Training:
         self._save(step, state)
         self.checkpoints.wait()
         raise TrainingStopped(
-            f"loss or gradients were not finite in the last {self.skipped_in_a_row} steps up to step {step}; "
+            f"loss, gradients or updates were not finite in the last {self.skipped_in_a_row} steps up to step {step}; "
             f"the parameters from before them are in {self.folder.checkpoints / f'step_{step}'}; "
             "try a lower optim.learning_rate or more optim.schedule.warmup_steps"
         )
@@ -335,7 +344,15 @@ class _Training:
 
     def _say(self, line: str) -> None:
         if not self.quiet and jax.process_index() == 0:
-            tqdm.write(line, file=sys.stdout)
+            try:
+                tqdm.write(line, file=sys.stdout)
+            except (OSError, ValueError, AttributeError):  # who read the output has gone; the run goes on
+                self.quiet = True
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
 
 
 class _Signals:

@@ -126,7 +126,11 @@ class RunFolder:
 
 
 def _parse_metrics(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last newline is empty or torn
+    records = [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last newline is empty or torn
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(f"line {number} is no record of a step")
+    return records
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:

@@ -122,4 +122,4 @@ def test_scores_depend_on_the_distance_alone():
 def test_frequencies_that_cannot_be(config):
     """One line naming the field."""
     with pytest.raises(ConfigError, match=r"^model\.rope\.\w+: .*legal: "):
-        config.validate()
+        config.validate(64)

@@ -257,13 +257,15 @@ def test_resuming_a_finished_run_changes_nothing(straight, one_device, tmp_path)
     assert contents(run) == before
 
 
-def test_fewer_steps_than_were_taken_ends_at_once(straight, one_device, tmp_path):
+def test_fewer_steps_than_were_taken_are_refused(straight, one_device, tmp_path):
     experiment, folder, _ = straight
     run = tmp_path / "run"
     shutil.copytree(folder, run)
     shorter = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=4))
-    assert train(shorter, run, one_device, resume=True, quiet=True).step == 10
-    assert_same_metrics(run, folder)
+    before = contents(run)
+    with pytest.raises(ConfigError, match=r"^train\.steps: 4 is before the checkpoint at step 10 \(legal: 10"):
+        train(shorter, run, one_device, resume=True, quiet=True)
+    assert contents(run) == before  # *wrong*: config.json says 4 steps, and the next resume stops there
 
 
 def test_resume_without_a_run_starts_one(straight, one_device, tmp_path):
