@@ -405,7 +405,7 @@ def test_a_non_finite_step_is_skipped_whole_and_counted(straight, one_device, tm
     train(experiment, run, one_device)
     records = [record for record in lines(run) if "loss" in record]
     assert [record["skipped"] for record in records] == [0, 0, 1, 1, 1, 2, 3, 3, 3, 3]
-    assert [record["step"] for record in records if record["loss"] is record["grad_norm"] is None] == [3, 6, 7]
+    assert [record["step"] for record in records if record["grad_norm"] is None] == [3, 6, 7]
     assert capsys.readouterr().out.count("skipped whole") == 3
     for skipped in (3, 6, 7):
         before, after = leaves(run, skipped - 1), leaves(run, skipped)
