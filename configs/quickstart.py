@@ -2,7 +2,8 @@
 
     jaxpar train configs/quickstart.py
 
-The text is the standard library of the Python that runs it: nothing is downloaded.
+The text is the standard library of the Python that runs it: nothing is downloaded. About two minutes on two CPU cores;
+expect an evaluation loss near 1.68 nats per byte, where a model of byte frequencies alone scores 3.15.
 """
 
 import dataclasses
