@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import (
+from run_helpers import (
     QuicklyCompiled,
     assert_same_metrics,
     assert_same_state,
