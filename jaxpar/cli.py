@@ -119,19 +119,17 @@ def _split(command: str, arguments: list[str], default: str | None = None) -> tu
     raise JaxparError(f"{command}: {what}")
 
 
-def _parse(
-    parser: _Parser, name: str, arguments: list[str], prepare_jax: bool = True
-) -> tuple[argparse.Namespace, list[str]]:
+def _parse(parser: _Parser, name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
     if len(overrides) < len(arguments) and ("-h" in arguments or "--help" in arguments):
         _help(parser, name, options)
         raise SystemExit(0)
-    if prepare_jax:
-        from jaxpar.mesh.devices import quiet_plugins
-        from jaxpar.runtime.start import configure_jax
 
-        quiet_plugins()
-        configure_jax()
+    from jaxpar.mesh.devices import quiet_plugins
+    from jaxpar.runtime.start import configure_jax
+
+    quiet_plugins()
+    configure_jax()
     return options, overrides
 
 
