@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from jaxpar.errors import ConfigError, did_you_mean
-from jaxpar.serialize import word
+from jaxpar.errors import ConfigError
+from jaxpar.serialize import suggest, word
 
 _OPERATORS: dict[str, Any] = {
     "==": operator.eq,
@@ -45,7 +45,7 @@ class Filter:
     def validate(self, field: str) -> None:
         """Raise ``ConfigError`` naming ``field`` for a relation that there cannot be."""
         if self.op not in _OPERATORS:
-            rule = f"is no relation.{did_you_mean(self.op, _OPERATORS)}"
+            rule = suggest("is no relation", str(self.op), _OPERATORS)
             raise ConfigError(f"{field}.op", self.op, rule, ", ".join(_OPERATORS))
         if isinstance(self.value, tuple) != (self.op == "in"):
             legal = "a tuple of values" if self.op == "in" else "one value, or op in"
@@ -173,7 +173,7 @@ def look_up(record: dict[str, Any], column: str, place: str, field: str) -> Any:
 def missing(column: str, names: Sequence[str], place: str, field: str) -> ConfigError:
     """The error for a column that is not there; it lists those there are."""
     legal = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
-    return ConfigError(field, column, f"is missing in {place}.{did_you_mean(str(column), names)}", legal or "none")
+    return ConfigError(field, column, suggest(f"is missing in {place}", str(column), names), legal or "none")
 
 
 def _names(record: dict[str, Any], prefix: str = "") -> Iterator[str]:

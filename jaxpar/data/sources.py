@@ -185,6 +185,30 @@ class ArrayRecord(Records):
 Source = StandardLibrary | TextFiles | JsonLines | Parquet | SavedDataset | ArrayRecord
 
 
+def source_of(path: str, field: str) -> Source:
+    """The source for ``path``, by the names of its files; all that are of no other kind are text.
+
+    Raise ``ConfigError`` naming ``field`` when there is no file, or files of more than one kind.
+    """
+    folder = Path(os.path.expanduser(path))
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return SavedDataset(path)
+    kinds = sorted({_class_of(file) for file in find_files(path, field)}, key=lambda kind: kind.__name__)
+    if len(kinds) > 1:
+        rule = f"names files of different kinds: {', '.join(kind.__name__ for kind in kinds)}"
+        raise ConfigError(field, path, rule, "files of one kind, such as a pattern picks")
+    return kinds[0](path)
+
+
+def _class_of(file: Path) -> type[TextFiles | JsonLines | Parquet | ArrayRecord]:
+    name = file.name.lower()
+    if name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+        return JsonLines
+    if name.endswith(".parquet"):
+        return Parquet
+    return ArrayRecord if ".array_record" in name or ".arrayrecord" in name else TextFiles
+
+
 def _is_library(name: str) -> bool:
     return name not in _STDLIB_SKIPPED and not name.startswith(_STDLIB_GENERATED)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxpar.data.files import find_files, reading, require
 from jaxpar.data.records import Records, missing
-from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.errors import ConfigError
+from jaxpar.serialize import suggest
 
 _ROWS = 128  # turned into Python objects at a time
 _BUFFER = 1 << 20  # bytes of a column read at a time
@@ -91,7 +92,7 @@ class SavedDataset(_Table):
         if (index := folder / "dataset_dict.json").is_file():
             splits = self._listed(index, "splits", field)
             if self.split not in splits:
-                rule = "is not one of its splits." + did_you_mean(self.split or "", splits)
+                rule = suggest("is not one of its splits", self.split or "", splits)
                 raise ConfigError(f"{field}.split", self.split, rule, ", ".join(splits))
             folder /= self.split or ""
         elif self.split is not None:

@@ -58,7 +58,7 @@ def test_json_lines_are_read_one_by_one(tmp_path):
     [
         (b"not json", "data.sources.0.path: {path} holds what is not JSON: {path}:2: "),
         (b'{"text": "\xff"}', "data.sources.0.path: {path} holds what is not JSON: {path}:2: "),
-        (b'{"body": "x"}', "data.sources.0.column: text is missing in {path}:2. (legal: body)"),
+        (b'{"body": "x"}', "data.sources.0.column: text is missing in {path}:2 (legal: body)"),
         (b'{"texts": "x"}', "data.sources.0.column: text is missing in {path}:2. Did you mean texts? (legal: texts)"),
         (b'{"text": 5}', "data.sources.0.column: text is a number, not a text, in {path}:2"),
         (b'{"text": null}', "data.sources.0.column: text is null, not a text, in {path}:2"),
