@@ -248,7 +248,7 @@ def _tokenizer(arguments: list[str]) -> int:
     name, rest = _split("tokenizer train", rest, default="")
     parser = _Parser(
         prog="jaxpar tokenizer train [CONFIG]",
-        description="Train a byte-level BPE tokenizer on the text of a CONFIG or of files; held-out documents measure it.",
+        description="Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text.",
         allow_abbrev=False,
     )
     parser.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders, in place of CONFIG")

@@ -43,10 +43,10 @@ class TokenizerReport:
         if self.held_out_tokens:
             ratio = self.held_out_size / self.held_out_tokens
             held_out = f"{ratio:.2f} bytes per token (the bytes tokenizer: 1.00), measured on "
-            held_out += f"{self.held_out_size / 1e6:,.1f} MB in {self.held_out_documents:,} documents"
+            held_out += f"{self.held_out_size:,} bytes in {self.held_out_documents:,} documents"
         return (
             f"tokenizer  {self.path}: {self.vocab_size:,} tokens, {END} ends a document\n"
-            f"trained on {self.size / 1e6:,.1f} MB in {self.documents:,} documents\n"
+            f"trained on {self.size:,} bytes in {self.documents:,} documents\n"
             f"held out   {held_out}\n"
             f"use it     --data.tokenizer {self.path} --model.vocab_size {self.vocab_size}, or in a config\n"
             f'           DataConfig(tokenizer="{self.path}") and DecoderConfig(vocab_size={self.vocab_size})'
