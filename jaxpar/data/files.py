@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from jaxpar.errors import ConfigError
 
 _BUFFER = 1 << 20
-_COMPRESSED_CHUNK = 1 << 15  # of a zstd stream, which gives all that a chunk holds at once
+_CHUNK = 1 << 12  # bytes of a zstd file, which come back at once: 128 KiB for every few bytes at worst
 
 
 def find_files(pattern: str, field: str, names: tuple[str, ...] = ("*",)) -> list[Path]:
@@ -64,6 +64,7 @@ def reading(path: Path, pattern: str, field: str, *errors: type[Exception]) -> I
     """
     damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *errors)
     try:
+        path.open("rb").close()  # says why a file cannot be opened, which not every library does
         yield
     except damage as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
@@ -91,37 +92,37 @@ class _Zstandard(io.RawIOBase):
         # the largest window there is, which files of `zstd --long=31` need
         self._decompressor = self._zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame: Any = None  # the frame being read, if any
+        self._compressed = b""
         self._ready = memoryview(b"")
-        self._file = path.open("rb")
+        self._file = path.open("rb", buffering=_BUFFER)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            chunk = self._file.read(_COMPRESSED_CHUNK)
-            if not chunk:
+            self._compressed = self._compressed or self._file.read(_CHUNK)
+            if not self._compressed:
                 if self._frame is not None:
                     raise EOFError("it ends inside a zstd frame")
                 return 0
-            self._ready = memoryview(self._decompress(chunk))
+            self._ready = memoryview(self._decompress())
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self, chunk: bytes) -> bytes:
-        content = []
-        while chunk:
-            self._frame = self._frame or self._decompressor.decompressobj()
-            try:
-                content.append(self._frame.decompress(chunk))
-            except self._zstandard.ZstdError as error:
-                raise OSError(str(error)) from None
-            chunk = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        return b"".join(content)
+    def _decompress(self) -> bytes:
+        """What ``_compressed`` holds of one frame; the rest, of the next, stays there."""
+        self._frame = self._frame or self._decompressor.decompressobj()
+        try:
+            content = self._frame.decompress(self._compressed)
+        except self._zstandard.ZstdError as error:
+            raise OSError(str(error)) from None
+        self._compressed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+        return content
 
     def close(self) -> None:
         if not self.closed:

@@ -45,8 +45,7 @@ class Filter:
     def validate(self, field: str) -> None:
         """Raise ``ConfigError`` naming ``field`` for a relation that there cannot be."""
         if self.op not in _OPERATORS:
-            rule = suggest("is no relation", str(self.op), _OPERATORS)
-            raise ConfigError(f"{field}.op", self.op, rule, ", ".join(_OPERATORS))
+            raise ConfigError(f"{field}.op", self.op, "is no relation", ", ".join(_OPERATORS))
         if isinstance(self.value, tuple) != (self.op == "in"):
             legal = "a tuple of values" if self.op == "in" else "one value, or op in"
             raise ConfigError(f"{field}.value", self.value, f"does not go with op {self.op}", legal)

@@ -161,7 +161,6 @@ class ArrayRecord(Records):
         module = require("array_record.python.array_record_module", f"{field}.path", self.path)
         for path in self.inputs(field):
             with reading(path, self.path, field, RuntimeError):
-                path.open("rb").close()  # says why a file cannot be opened, which the library does not
                 reader = module.ArrayRecordReader(str(path), "readahead_buffer_size:1M,max_parallelism:1")
                 if not reader.ok():  # it would only count no records
                     raise EOFError("it is no array_record file, or not a whole one")

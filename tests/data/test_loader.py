@@ -87,13 +87,14 @@ def resumed_at_every_step(sources):
     """
     config = DataConfig(tuple(sources), eval_fraction=0.1, prefetch=0)
     data = build_data(config, seq_len=16, seed=3)
-    steps = 2 * sum(packed.rows for packed in data.train.sources) // 4 + 2
-    whole = take(data.loader(4), steps)
+    batch = 4 * len(config.sources)
+    steps = 2 * sum(packed.rows for packed in data.train.sources) // batch + 2
+    whole = take(data.loader(batch), steps)
     again = build_data(config, seq_len=16, seed=3)
     assert again.fingerprint == data.fingerprint
     for k in range(steps):
         for hosts in (1, 2, 4):
-            parts = [take(again.loader(4, 4 * k, host, hosts), steps - k) for host in range(hosts)]
+            parts = [take(again.loader(batch, batch * k, host, hosts), steps - k) for host in range(hosts)]
             together = [
                 {key: np.concatenate([part[key] for part in step]) for key in step[0]}
                 for step in zip(*parts, strict=True)
