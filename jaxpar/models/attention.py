@@ -27,6 +27,12 @@ class Mask:
 
     window: int | None = None
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    scale: float | None = None  # factor on the logits; none: head_dim ** -0.5
+
+    def scaled(self, q_BSHK: jax.Array) -> jax.Array:
+        """The queries times ``scale``."""
+        scale = q_BSHK.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return q_BSHK * jnp.asarray(scale, q_BSHK.dtype)
 
 
 def attention(
@@ -48,9 +54,8 @@ def attention(
     G = k_BTGK.shape[2]
     if H % G:
         raise ValueError(f"{H} query heads are not a multiple of {G} key/value heads")
-    scale = K**-0.5
     R = H // G
-    q = (q_BSHK * jnp.asarray(scale, q_BSHK.dtype)).reshape(B, S, G, R, K).swapaxes(2, 3).reshape(B, S * R, G, K)
+    q = mask.scaled(q_BSHK).reshape(B, S, G, R, K).swapaxes(2, 3).reshape(B, S * R, G, K)
     if q_segments_BS is not None:
         q_segments_BS = jnp.repeat(q_segments_BS, R, axis=1)
     aligned = isinstance(q_offset, int) and q_offset == 0
