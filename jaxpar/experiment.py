@@ -26,6 +26,7 @@ class TrainConfig:
     microbatches: int = 1  # pieces a step is cut into; gradients add up
     seq_len: int = 256  # tokens per sequence
     seed: int = 0  # of weights and of the order of data
+    init_from: str | None = None  # a run folder or one of its checkpoints: start with its parameters, all else fresh
     compute: Literal["auto", "float32", "bfloat16"] = "auto"  # matrix products; auto: bfloat16, on a CPU float32
     remat: Literal["none", "dots", "qkv", "full"] = "none"  # what the backward pass recomputes in a layer
     eval_every: int = 200  # steps between evaluations; there is always one at the end

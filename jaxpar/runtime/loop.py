@@ -27,6 +27,7 @@ from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.metrics import Meter
+from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.serialize import difference, from_json, to_json
 
@@ -128,6 +129,7 @@ class _Training:
         if not self.resume:
             self.folder.refuse_a_run()
         saved = self._saved_config()
+        pretrained = self._pretrained()
         self.data = load_data(self.experiment, self.quiet)
         if jax.process_index() == 0:
             self.folder.start(to_json(saved or self.experiment), self.resume)
@@ -144,6 +146,11 @@ class _Training:
             self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(step)})
             if state is None:
                 state = self.program.init()
+            if pretrained is not None:
+                del state["params"]  # freed before their successors come
+                state["params"] = pretrained.load()
+                pretrained.hand_on(self.folder)
+                self._say(f"begins   with the parameters of {pretrained.directory}; optimizer and schedule are new")
             try:
                 return self._loop(step, state, first or 0)
             except (ConfigError, TrainingStopped):
@@ -164,6 +171,11 @@ class _Training:
         """The config of the run that is resumed; checks that it can go on with this one."""
         if not (self.resume and self.folder.config_file.exists()):
             return None
+        latest = self.checkpoints.latest()
+        if latest is not None and "data" not in self.checkpoints.metadata(latest):
+            rule = "holds imported weights, not a run that can go on"
+            legal = f"another folder, with --train.init_from {self.folder.path}"
+            raise ConfigError("run", str(self.folder.path), rule, legal)
         return from_json(Experiment, self.folder.read_config())
 
     def _introduce(self, first: int | None, saved: Experiment | None) -> None:
@@ -197,6 +209,13 @@ class _Training:
                 self._say(f"changed  {path}: {old} -> {new}")
         elif self.resume:
             self._say("no checkpoint to resume from; starting at step 0")
+
+    def _pretrained(self) -> Pretrained | None:
+        """What the run begins with, known to fit; None where a checkpoint of its own or random weights are."""
+        origin = self.experiment.train.init_from
+        if origin is None or (self.resume and self.checkpoints.latest() is not None):
+            return None
+        return Pretrained(origin, self.program.abstract_state["params"])
 
     def _restore(self, step: int, saved: Experiment | None) -> Any:
         metadata = self.checkpoints.metadata(step)

@@ -7,6 +7,7 @@
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     figures/         PNG files
+    huggingface/     of a model that began as one: its config.json, tokenizer files and tensors.json (``jaxpar.weights``)
     lock             held (flock) by the process that writes; the kernel releases it however that process ends
 """
 
@@ -32,6 +33,7 @@ class RunFolder:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
+        self.huggingface = self.path / "huggingface"
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self._lock: int | None = None
