@@ -209,8 +209,8 @@ class Generator:
                 at_B = state["at"]
 
                 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, memory: Any) -> tuple[jax.Array, Any]:
-                    k_BGK, v_BGK = k[:, 0], v[:, 0]
-                    return attend_cached(q[:, 0], k_BGK, v_BGK, *memory, at_B, mask)[:, None], (k_BGK, v_BGK)
+                    new, (cached_k, cached_v) = (k[:, 0], v[:, 0]), memory
+                    return attend_cached(q[:, 0], *new, cached_k, cached_v, at_B, mask)[:, None], new
 
                 x_B1D, head_DV, new = model.run(state["token"][:, None], at_B[:, None], attend, cache, layout)
                 logits_BV = layout.logits(x_B1D[:, 0], head_DV, model.config.logit_softcap)

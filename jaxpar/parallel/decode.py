@@ -1,4 +1,4 @@
-"""The layout of generation: rows over every axis but ``tensor``, weights as they are used, and a cache of keys and values.
+"""The layout of generation: rows over every axis but ``tensor``, and weights as they are used.
 
 A new token is one position, so there is no sequence to split: ``context`` splits rows too, and ``tensor`` splits heads,
 MLP width and vocabulary with an all-reduce after each (two a layer, and one for the embedding).
