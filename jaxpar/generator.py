@@ -164,6 +164,7 @@ class Generator:
             # Not type-checked: nothing is differentiated, and tensor's devices compute the same tokens by construction.
             return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)
 
+        call.__name__ = function.__name__
         return self._traced(jax.jit(call, donate_argnums=donate))
 
     def _traced(self, jitted: Any) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import math
 import signal
 import sys
@@ -26,6 +28,7 @@ from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.generate import Writer
 from jaxpar.runtime.metrics import Meter
 from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.run_folder import RunFolder
@@ -264,7 +267,9 @@ class _Training:
                 stopping = signals.caught is not None or last
                 evaluating = (t + 1) % train.eval_every == 0 or last  # a signal changes no metrics
                 saving = (t + 1) % train.checkpoint_every == 0 or stopping
-                if evaluating or saving or self.skipped_in_a_row:
+                every = self.experiment.samples.every
+                sampling = every is not None and ((t + 1) % every == 0 or last)
+                if evaluating or sampling or saving or self.skipped_in_a_row:
                     done += 1
                     self._record(done, pending)
                     pending = None
@@ -273,6 +278,8 @@ class _Training:
                         self._give_up(done, state)
                     if evaluating:
                         self._evaluate(done, state)
+                    if sampling:
+                        self._write_samples(done, state)
                     if saving:
                         self._save(done, state)
                     self.meter.pause(time.perf_counter() - pause)
@@ -336,6 +343,18 @@ class _Training:
         self.eval_loss = sum(map(float, losses)) / max(count, 1)
         self.folder.append({"step": step, "tokens": self.tokens, "eval_loss": self.eval_loss, "eval_tokens": count})
         self._say(f"step {step:,}: evaluation loss {self.eval_loss:.4f} nats/token")
+
+    @functools.cached_property
+    def _writer(self) -> Writer:
+        return Writer(self.program, self.data.tokenizer)
+
+    def _write_samples(self, step: int, state: Any) -> None:
+        """What the model writes after each prompt, by the same draws every time."""
+        samples, seed = self.experiment.samples, self.experiment.train.seed
+        weights = self._writer.generator.ready(state["params"])
+        for one in self._writer.write(weights, samples.prompts, samples.tokens, samples.sampling, seed):
+            self.folder.append_sample({"step": step, **dataclasses.asdict(one)})
+            self._say(f"step {step:,}: {json.dumps(one.prompt + one.text, ensure_ascii=False)}")
 
     def _save(self, step: int, state: Any) -> None:
         metadata = {"tokens": self.tokens, "sequences": self.sequences, "data": self.data.fingerprint}
