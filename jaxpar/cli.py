@@ -5,6 +5,7 @@
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
+    jaxpar tokenizer train  a byte-level BPE tokenizer from the text of a CONFIG, or of files
 
 CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of it can be set by a dotted flag:
 ``--optim.learning_rate 1e-3 --mesh.tensor 2``.
@@ -34,7 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    commands = {"train": _train, "generate": _generate, "show": _show, "parity": _parity, "bench": _bench}
+    commands = {
+        "train": _train,
+        "generate": _generate,
+        "tokenizer": _tokenizer,
+        "show": _show,
+        "parity": _parity,
+        "bench": _bench,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
         return 0
@@ -291,6 +299,44 @@ def _bench(arguments: list[str]) -> int:
     from jaxpar.runtime.bench_train import run_bench
 
     return run_bench(options.json)
+
+
+def _tokenizer(arguments: list[str]) -> int:
+    action, rest = _split("tokenizer", arguments, what="NAME must come first: train")
+    name, rest = _split("tokenizer train", rest, default="")
+    parser = _Parser(
+        prog="jaxpar tokenizer train [CONFIG]",
+        description="Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders, in place of CONFIG")
+    parser.add_argument("--vocab-size", type=int, help="tokens, with the 256 bytes and the end of a document")
+    parser.add_argument("--output", type=Path, help="the tokenizer.json to write, a new file")
+    parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    options, overrides = _parse(parser, name, rest)
+    if action != "train":
+        raise ConfigError("tokenizer", action, "is nothing it can do", "train")
+    if bool(name) == bool(options.input):
+        raise JaxparError(f"tokenizer train: the text is that of either CONFIG ({CONFIG}) or --input PATH ...")
+    for option in ("vocab_size", "output"):
+        if getattr(options, option) is None:
+            raise JaxparError(f"tokenizer train: --{option.replace('_', '-')} is missing")
+
+    from jaxpar.data import DataConfig
+    from jaxpar.data.sources import source_of
+    from jaxpar.data.train_tokenizer import train_tokenizer
+    from jaxpar.experiment import Experiment
+
+    if name:
+        experiment = _experiment(name, options.smoke, overrides)
+    else:
+        sources = tuple(source_of(path, "--input") for path in options.input)
+        experiment = apply_overrides(Experiment(data=DataConfig(sources=sources)), overrides)
+    report = train_tokenizer(experiment.data, options.vocab_size, options.output, options.quiet)
+    if not options.quiet:
+        print(report.render())
+    return 0
 
 
 if __name__ == "__main__":

@@ -167,9 +167,9 @@ SOURCE = "--data.sources.0"
         (f"{SOURCE} jsonlines", "data.sources.0.path: JsonLines has no default for this field"),
         (
             f"{SOURCE} jsonlines {SOURCE}.path lines.jsonl",
-            "data.sources.0.path: lines.jsonl holds a line that is not J",
+            "data.sources.0.path: lines.jsonl holds what is not JSON: lines.jsonl:2",
         ),
-        (f"{SOURCE} jsonlines {SOURCE}.path keys.jsonl", "data.sources.0.field: text is not a text in keys.jsonl:1"),
+        (f"{SOURCE} jsonlines {SOURCE}.path keys.jsonl", "data.sources.0.column: text is missing in keys.jsonl:1"),
         (f"{SOURCE}.weight 0", "data.sources.0.weight: 0.0 cannot be a share"),
         # tokenizers
         ("--data.tokenizer none.json", "data.tokenizer: none.json cannot be read: No such file or directory"),
