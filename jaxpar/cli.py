@@ -1,6 +1,7 @@
 """The ``jaxpar`` command.
 
     jaxpar train CONFIG     train, in a new run folder
+    jaxpar generate RUN     what a run's model writes after a prompt
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
@@ -34,7 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    commands = {"train": _train, "show": _show, "parity": _parity, "bench": _bench, "tokenizer": _tokenizer}
+    commands = {
+        "train": _train,
+        "generate": _generate,
+        "tokenizer": _tokenizer,
+        "show": _show,
+        "parity": _parity,
+        "bench": _bench,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
         return 0
@@ -110,13 +118,14 @@ def _experiment(name: str, smoke: bool, overrides: list[str]) -> Any:
     return experiment
 
 
-def _split(command: str, arguments: list[str], default: str | None = None) -> tuple[str, list[str]]:
-    """The CONFIG argument and what follows it."""
+def _split(
+    command: str, arguments: list[str], default: str | None = None, what: str = f"CONFIG must come first: {CONFIG}"
+) -> tuple[str, list[str]]:
+    """The first argument, ``what`` it must be, and what follows it."""
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
     if default is not None or "-h" in arguments or "--help" in arguments:
         return default or "", arguments
-    what = "NAME must come first: train" if command in ("bench", "tokenizer") else f"CONFIG must come first: {CONFIG}"
     raise JaxparError(f"{command}: {what}")
 
 
@@ -198,6 +207,55 @@ def _new_run(name: str, resume: bool) -> Path:
     return run
 
 
+def _generate(arguments: list[str]) -> int:
+    name, rest = _split("generate", arguments, what="RUN must come first: a run folder")
+    parser = _parser("generate RUN", "Print what the model of a run folder writes after a prompt.")
+    parser.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
+    parser.add_argument("--prompts", type=Path, help="a file with one prompt a line")
+    parser.add_argument("--tokens", type=int, default=200, help="new tokens at most (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    parser.add_argument("--top-k", type=int, help="draw from the so many likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends it; may be given several times")
+    parser.add_argument("--samples", type=int, default=1, help="texts for each prompt")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument(
+        "--special-tokens", action="store_true", help="what the tokenizer adds to a prompt, such as BOS"
+    )
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options, overrides = _parse(parser, name, rest)
+    if not Path(name).is_dir():
+        raise ConfigError("run", name, "is not a folder", "the folder of a run")
+    for flag, least, most in (("tokens", 1, 2**24), ("samples", 1, 2**16), ("seed", 0, 2**31 - 1)):
+        if not least <= getattr(options, flag) <= most:
+            raise ConfigError(f"--{flag}", getattr(options, flag), "is out of range", f"{least} to {most}")
+    prompts = list(options.prompt or [])
+    if options.prompts is not None:
+        prompts += options.prompts.read_text(encoding="utf-8").splitlines()
+    experiment = _experiment(name, options.smoke, overrides)
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.models.sampling import SamplingConfig
+    from jaxpar.runtime.generate import generate
+
+    generate(
+        experiment,
+        Path(name),
+        start_devices(options.devices),
+        prompts or [""],
+        options.tokens,
+        SamplingConfig(options.temperature, options.top_k, options.top_p),
+        samples=options.samples,
+        seed=options.seed,
+        stop=options.stop,
+        special_tokens=options.special_tokens,
+        step=options.step,
+        as_json=options.json,
+    )
+    return 0
+
+
 def _show(arguments: list[str]) -> int:
     name, rest = _split("show", arguments)
     parser = _parser("show CONFIG", "Print what a config resolves to; compiles and reads nothing.")
@@ -229,7 +287,7 @@ def _parity(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    name, rest = _split("bench", arguments)
+    name, rest = _split("bench", arguments, what="NAME must come first: train")
     parser = _parser("bench NAME", "Measure; NAME: train.")
     parser.add_argument("--json", action="store_true", help="as JSON")
     options, overrides = _parse(parser, "", rest)
@@ -244,7 +302,7 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _tokenizer(arguments: list[str]) -> int:
-    action, rest = _split("tokenizer", arguments)
+    action, rest = _split("tokenizer", arguments, what="NAME must come first: train")
     name, rest = _split("tokenizer train", rest, default="")
     parser = _Parser(
         prog="jaxpar tokenizer train [CONFIG]",

@@ -5,8 +5,10 @@
     config.json      the run's config
     compile.json     what compiling it took and what the compiled step needs
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
+    samples.jsonl    texts that the model wrote as it was trained (``samples.every``), likewise
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     figures/         PNG files
+    huggingface/     of a model that began as one: its config.json, tokenizer files, tensors.json (``jaxpar.weights``)
     lock             held (flock) by the process that writes; the kernel releases it however that process ends
 """
 
@@ -32,8 +34,10 @@ class RunFolder:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
+        self.huggingface = self.path / "huggingface"
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.samples_file = self.path / "samples.jsonl"
         self._lock: int | None = None
 
     def start(self, config: Mapping[str, Any], resume: bool = False) -> None:
@@ -101,31 +105,45 @@ class RunFolder:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to ``metrics.jsonl``; it has left this process on return. 0-d arrays become numbers."""
+        self._append(self.metrics_file, record)
+
+    def append_sample(self, record: Mapping[str, Any]) -> None:
+        """Add one line to ``samples.jsonl``."""
+        self._append(self.samples_file, record)
+
+    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         if self._lock is None:
             return
         line = json.dumps(record, default=lambda value: value.item()) + "\n"
         try:
-            with open(self.metrics_file, "a") as file:
+            with open(path, "a") as file:
                 file.write(line)
         except OSError as error:
-            raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
+            raise JaxparError(f"{path} could not be written: {error.strerror}") from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of ``metrics.jsonl`` in order, without a torn last line; empty if there is no such file."""
-        return _read(self.metrics_file, _parse_metrics) if self.metrics_file.exists() else []
+        return _read_records(self.metrics_file)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the records later than ``step`` and a torn last line, atomically: where a resumed run goes on."""
+        """Drop the records later than ``step`` and torn last lines, atomically: where a resumed run goes on."""
         if self._lock is None:
             return
-        records = self.read_metrics()
-        try:
-            _replace(self.metrics_file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= step))
-        except OSError as error:
-            raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
+        for path in (self.metrics_file, self.samples_file):
+            if path == self.samples_file and not path.exists():
+                continue
+            records = _read_records(path)
+            try:
+                _replace(path, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= step))
+            except OSError as error:
+                raise JaxparError(f"{path} could not be written: {error.strerror}") from error
 
 
-def _parse_metrics(text: str) -> list[dict[str, Any]]:
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    return _read(path, _parse_records) if path.exists() else []
+
+
+def _parse_records(text: str) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last newline is empty or torn
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
