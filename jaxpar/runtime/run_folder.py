@@ -3,7 +3,8 @@
 ::
 
     config.json      the run's config
-    compile.json     what compiling it took and what the compiled step needs
+    compile.json     what compiling it took, what the compiled step needs, and on which devices
+    data.json        what is known of the data: tokens, unigram entropy
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     figures/         PNG files
@@ -15,7 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,24 @@ class RunFolder:
         """The content of ``config.json``; ``JaxparError`` if the folder holds no readable one."""
         return _read(self.config_file, json.loads)
 
+    def read(self, name: str) -> dict[str, Any]:
+        """The content of the JSON file ``name``; empty if there is none."""
+        return _read(self.path / name, _parse_object) if (self.path / name).exists() else {}
+
+    def in_use(self) -> bool:
+        """Whether a process on this machine holds the lock."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def write(self, name: str, data: Mapping[str, Any]) -> None:
         """Write the JSON file ``name``; ``JaxparError`` if that fails."""
         if self._lock is None:
@@ -112,7 +131,25 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of ``metrics.jsonl`` in order, without a torn last line; empty if there is no such file."""
-        return _read(self.metrics_file, _parse_metrics) if self.metrics_file.exists() else []
+        return list(self.iterate_metrics())
+
+    def iterate_metrics(self) -> Iterator[dict[str, Any]]:
+        """The same one by one, for runs whose records together would fill the memory."""
+        if not self.metrics_file.exists():
+            return
+        number = 0
+        try:
+            with open(self.metrics_file) as file:
+                for number, line in enumerate(file, start=1):
+                    if line.endswith("\n"):  # else it is torn
+                        record = json.loads(line)
+                        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                            raise ValueError("no record of a step")
+                        yield record
+        except OSError as error:
+            raise JaxparError(f"{self.metrics_file} could not be read: {error.strerror}") from error
+        except ValueError as error:
+            raise JaxparError(f"{self.metrics_file} is damaged: line {number}: {error}") from error
 
     def truncate_after(self, step: int) -> None:
         """Drop the records later than ``step`` and a torn last line, atomically: where a resumed run goes on."""
@@ -125,12 +162,11 @@ class RunFolder:
             raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
 
 
-def _parse_metrics(text: str) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last newline is empty or torn
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f"line {number} is no record of a step")
-    return records
+def _parse_object(text: str) -> dict[str, Any]:
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError("no JSON object")
+    return data
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
