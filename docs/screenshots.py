@@ -2,8 +2,8 @@
 
     python docs/screenshots.py runs/a runs/b ...
 
-writes ``docs/report.png``: the top of the report of these runs, in a window 1200 pixels wide, light theme. Needs Chromium
-(``--chromium PATH`` where it is not called that) and Pillow, which matplotlib brings.
+writes ``docs/report.png``: the top of the report of these runs, in a window 1200 pixels wide, light theme. Needs
+Chromium (``--chromium PATH`` where it is not called that) and Pillow, which matplotlib brings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FLAGS = (
 )  # fmt: skip
 
 
-def photograph(page: Path, picture: Path, width: int, height: int, chromium: str = "chromium", dark: bool = False) -> None:
+def photograph(
+    page: Path, picture: Path, width: int, height: int, chromium: str = "chromium", dark: bool = False
+) -> None:
     """Write what a browser window of this size shows of the page, without the empty part below its end."""
     theme = "--blink-settings=preferredColorScheme=" + ("0" if dark else "1")
     with tempfile.TemporaryDirectory() as profile:

@@ -237,7 +237,10 @@ def _report(arguments: list[str]) -> int:
     parser = _Parser(prog="jaxpar report", description="Write an HTML page about run folders.", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=_folder, metavar="RUN", help="run folders")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page, with figures in a folder beside it; default: report.html, in the folder of a single run"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page, with figures in a folder beside it; default: report.html, in the folder of a single run",
     )
     options = parser.parse_args(arguments)
 

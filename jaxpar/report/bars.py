@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxpar.report.canvas import (
-    BLACK, BOTTOM, INK, LIGHT, MUTED, TOP, Canvas, Drawing, Key, Style, bytes_text, duration, number_axis, shortened, styles,
-)  # fmt: skip
+from jaxpar.report import canvas as look
+from jaxpar.report.canvas import Canvas, Drawing, Key, Style, bytes_text, duration, number_axis, shortened, styles
 from jaxpar.report.runs import PHASES, Run, Series
 
 ROW, NAMES, NOTES = 24, 136, 112  # points: the height of a run, the room for its name, and for what stands behind it
@@ -36,11 +36,13 @@ def draw_bars(series: Sequence[Series]) -> Iterator[Drawing]:
     memory = [_memory(run, style) for run, style in runs]
     if any(bar.parts for bar in memory):
         longest = max(sum(bar.parts.values()) for bar in memory)
-        unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if longest >= s or s == 1)
+        unit, size = next(
+            (u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if longest >= s or s == 1
+        )
         canvas = _draw(memory, list(CLASSES.values()), size, f"memory per device ({unit})")
         caption = "As compiled: what the training step holds on each device."
         if any(bar.mark is not None for bar in memory):
-            caption += " Black: the measured peak of the run."
+            caption += " Upright lines: measured peaks."
         yield Drawing("memory", "Memory", caption, canvas)
     time = [_time(run, style) for run, style in runs]
     if any(bar.parts for bar in time):
@@ -79,31 +81,36 @@ def _time(run: Run, style: Style) -> _Bar:
 
 def _draw(bars: Sequence[_Bar], names: Sequence[str], size: float, label: str) -> Canvas:
     """One bar a run, cut into the parts ``names``; ``size`` is how much is 1 on the axis."""
-    canvas = Canvas(height=ROW * len(bars) + TOP + BOTTOM, left=NAMES, right=NOTES)
+    canvas = Canvas(height=ROW * len(bars) + look.TOP + look.BOTTOM, left=NAMES, right=NOTES)
     axes = canvas.axes
     end = max(max(sum(bar.parts.values()), bar.mark or 0.0) for bar in bars) / size
     for row, bar in enumerate(bars):
         start = 0.0
-        for name, color in zip(names, LIGHT, strict=False):
+        for name, color in zip(names, look.LIGHT, strict=False):
             width = bar.parts.get(name, 0.0) / size
             axes.barh(row, width, left=start, height=0.62, color=color, linewidth=0)
             if width > 0.12 * end:
                 share = f"{100 * width * size / sum(bar.parts.values()):.0f} %"
-                axes.text(start + width / 2, row, share, ha="center", va="center_baseline", size=9, color=BLACK)
+                axes.text(start + width / 2, row, share, ha="center", va="center_baseline", size=9, color=look.BLACK)
             start += width
         if bar.mark is not None:
-            axes.plot([bar.mark / size] * 2, [row - 0.42, row + 0.42], color=INK, linewidth=1.8)
-        outside = {"xycoords": axes.get_yaxis_transform(), "va": "center_baseline", "size": 9, "parse_math": False}
+            axes.plot([bar.mark / size] * 2, [row - 0.42, row + 0.42], color=look.INK, linewidth=1.8)
+        outside: dict[str, Any] = {
+            "xycoords": axes.get_yaxis_transform(),
+            "va": "center_baseline",
+            "size": 9,
+            "parse_math": False,
+        }
         name = shortened(bar.run.name, LONGEST)
-        axes.annotate(name, (0, row), (-24, 0), textcoords="offset points", ha="right", color=INK, **outside)
-        axes.annotate(bar.note, (1, row), (8, 0), textcoords="offset points", ha="left", color=MUTED, **outside)
+        axes.annotate(name, (0, row), (-24, 0), textcoords="offset points", ha="right", color=look.INK, **outside)
+        axes.annotate(bar.note, (1, row), (8, 0), textcoords="offset points", ha="left", color=look.MUTED, **outside)
         place = (-19 / (canvas.width - NAMES - NOTES), -6 / (canvas.width - NAMES - NOTES))
         axes.plot(
             place, (row, row), color=bar.style.color, linestyle=bar.style.dash, linewidth=2.2, clip_on=False,
             transform=axes.get_yaxis_transform(),
         )  # fmt: skip
     used = [name for name in names if any(bar.parts.get(name) for bar in bars)]
-    canvas.keys = [Key(name, Style(LIGHT[names.index(name)]), patch=True) for name in used]
+    canvas.keys = [Key(name, Style(look.LIGHT[names.index(name)]), patch=True) for name in used]
     canvas.own_keys = True
     axes.set(xlim=(0, end or 1), ylim=(len(bars) - 0.5, -0.5), yticks=[], xlabel=label)
     axes.grid(axis="y", visible=False)

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's palette, without yellow and black: told apart with every common colour blindness, on white and on black.
+# Okabe and Ito's palette without yellow and black: told apart with every common colour blindness, on white and black.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.6, 1.2)), (0, (7, 1.6, 1.6, 1.6)))
 # Paul Tol's "light" scheme, for parts of a bar, with black text on them; a run never has these.
@@ -101,18 +101,19 @@ class Canvas:
 
     def png(self, path: Path, title: str) -> None:
         """The figure as a PNG file, with a title above and its legend below."""
-        longest = max((len(key.label) for key in self.keys), default=0)
+        labels = [shortened(key.label, int((self.width - self.left - 40) / 6.2)) for key in self.keys]
+        longest = max(map(len, labels), default=0)
         columns = max(1, min(4, int((self.width - 20) / (6.0 * longest + 44)), len(self.keys)))
         rows = math.ceil(len(self.keys) / columns)
-        head, foot = 26, 15 * rows + (8 if rows else 0)
+        head, foot = 26, 14 * rows + (6 if rows else 0)
         height = self.height + head + foot
         self._place(height, foot, head)
-        heading = {"color": INK, "size": 11, "weight": "bold", "va": "top", "parse_math": False}
+        heading: dict[str, Any] = {"color": INK, "size": 11, "weight": "bold", "va": "top", "parse_math": False}
         self.figure.text(10 / self.width, 1 - 9 / height, title, **heading)
         if self.keys:
             handles = [_handle(key) for key in self.keys]
             legend = self.figure.legend(
-                handles=handles, labels=[key.label for key in self.keys], loc="lower left", ncols=columns, frameon=False,
+                handles=handles, labels=labels, loc="lower left", ncols=columns, frameon=False,
                 bbox_to_anchor=((self.left - 8) / self.width, 4 / height), fontsize=9, labelcolor=INK, borderpad=0,
                 handlelength=2.2, columnspacing=1.6, labelspacing=0.45, borderaxespad=0,
             )  # fmt: skip
@@ -126,6 +127,7 @@ class Canvas:
         self.figure.set_size_inches(self.width / 72, height / 72)
         bottom = (foot + BOTTOM) / height
         box = (self.left / self.width, bottom, 1 - (self.left + self.right) / self.width)
+        self.axes.yaxis.set_label_coords(-(self.left - 15) / (self.width - self.left - self.right), 0.5)
         self.axes.set_position((*box, (height - foot - head - BOTTOM - TOP) / height))
 
     def _readout(self) -> dict[str, str]:
@@ -165,9 +167,16 @@ def _handle(key: Key) -> Any:
 
     if key.patch:
         return Patch(facecolor=key.style.color, edgecolor="none", alpha=key.alpha)
-    line = "none" if key.width == 0 else key.style.dash
+    line: Any = "none" if key.width == 0 else key.style.dash
     return Line2D(
-        [], [], color=key.style.color, linestyle=line, linewidth=key.width, alpha=key.alpha, marker=key.marker, markersize=4
+        [],
+        [],
+        color=key.style.color,
+        linestyle=line,
+        linewidth=key.width,
+        alpha=key.alpha,
+        marker=key.marker,
+        markersize=4,
     )
 
 
@@ -175,7 +184,7 @@ def _write(figure: Any, kind: str, salt: str = "") -> bytes:
     """The content of a figure's file, the same whenever it is written; ``salt`` keeps ids of two figures apart."""
     import matplotlib
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": salt, "path.simplify_threshold": 0.2}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": salt, "path.simplify_threshold": 0.2}
     absent = "Date" if kind == "svg" else "Software"
     paper = "none" if kind == "svg" else "white"
     buffer = io.BytesIO()

@@ -33,12 +33,12 @@ class Measure:
     from_zero: bool = True  # the y axis begins there
 
 
-AROUND = "Line: mean over the 2 % of the run around each step."
-LOSS = Measure("loss", "Training loss", "nats/token", AROUND, from_zero=False)
+AROUND = "Line: mean over the 2 % of the run around each step"
+LOSS = Measure("loss", "Training loss", "nats/token", f"{AROUND}.", from_zero=False)
 EVAL_LOSS = Measure(
     "eval_loss", "Evaluation loss", "nats/token", "Mean over held-out tokens.", smoothed=False, from_zero=False
 )
-GRAD_NORM = Measure("grad_norm", "Gradient norm", "global L2 norm", f"Before clipping. {AROUND}", from_zero=False)
+GRAD_NORM = Measure("grad_norm", "Gradient norm", "global L2 norm", f"Before clipping. {AROUND}.", from_zero=False)
 MEASURES = (
     GRAD_NORM,
     Measure("learning_rate", "Learning rate", "learning rate", smoothed=False),
@@ -64,7 +64,6 @@ def _draw(measure: Measure, series: Sequence[Series], against: str) -> Iterator[
     evaluated = _members(series[0], EVAL_LOSS, against, size) if measure is LOSS and len(series) == 1 else []
     if not any(members) and not evaluated:
         return
-    captions = [measure.caption] if measure.caption else []
     plot = _Plot(raw=measure.smoothed and len(series) <= MOST_RAW, settled=measure is LOSS and len(series) > 1)
     for number, (one, style, group) in enumerate(zip(series, styles(len(series)), members, strict=True)):
         plot.add(number, measure.title.lower() if evaluated else one.label, style, group, measure)
@@ -73,6 +72,7 @@ def _draw(measure: Measure, series: Sequence[Series], against: str) -> Iterator[
         plot.canvas.own_keys = True
     if measure is LOSS:
         plot.add_levels([run.unigram_entropy for one in series for run in one.runs if run.unigram_entropy is not None])
+    captions = [measure.caption.replace(AROUND, f"{AROUND}; faint: single steps" if plot.raw_shown else AROUND)]
     if measure is GRAD_NORM and plot.add_skipped(series):
         captions.append("Crosses: steps skipped because they were not finite.")
     hidden = plot.scale(measure, label)
@@ -81,7 +81,13 @@ def _draw(measure: Measure, series: Sequence[Series], against: str) -> Iterator[
     several = measure in (LOSS, EVAL_LOSS)
     x = {"step": "steps", "tokens": "tokens", "seconds": "time"}[against]
     name = measure.field if against == "step" else f"{measure.field}-{x}"
-    yield Drawing(name, "Loss" if evaluated else measure.title, " ".join(captions), plot.canvas, x if several else "")
+    yield Drawing(
+        name,
+        "Loss" if evaluated else measure.title,
+        " ".join(filter(None, captions)),
+        plot.canvas,
+        x if several else "",
+    )
 
 
 def _x_axis(runs: Sequence[Run], against: str) -> tuple[str, float]:
@@ -89,7 +95,9 @@ def _x_axis(runs: Sequence[Run], against: str) -> tuple[str, float]:
     if against != "seconds":
         return against, 1.0
     longest = max((run.last("seconds") or 0.0 for run in runs), default=0.0)
-    unit, size = next((u, s) for u, s, least in (("h", 3600.0, 7200), ("min", 60.0, 120), ("s", 1.0, 0)) if longest >= least)
+    unit, size = next(
+        (u, s) for u, s, least in (("h", 3600.0, 7200), ("min", 60.0, 120), ("s", 1.0, 0)) if longest >= least
+    )
     return f"time ({unit})", size
 
 
@@ -113,14 +121,14 @@ class _Plot:
 
     def __init__(self, raw: bool, settled: bool):
         self.canvas, self.raw, self.settled = Canvas(), raw, settled
-        self.axes = self.canvas.axes
+        self.axes, self.raw_shown = self.canvas.axes, False
         self.shown: list[float] = []  # values that the y axis has room for
         self.firsts: list[float] = []  # those where the curves begin
         self.highest = -math.inf  # of the curves
         self.end = 0.0  # of the x axis
 
     def add(self, number: int, label: str, style: Style, members: list[np.ndarray], measure: Measure) -> None:
-        """The curve of one run, or mean and range of several; elements of class "sN", the curve also of class "read"."""
+        """The curve of one run, or mean and range of several; of class "sN", and the curve of class "read" too."""
         if not members:
             return
         curves = [smooth(rows) if measure.smoothed else rows for rows in members]
@@ -135,6 +143,7 @@ class _Plot:
             if self.raw and not np.array_equal(curves[0], members[0]):
                 self.axes.plot(*envelope(members[0], MOST_POINTS).T, **paint, alpha=0.3, linewidth=0.7)
                 self.shown += [*np.percentile(members[0][-len(kept[0]) :, 1], [0.5, 99.5])]
+                self.raw_shown = True
                 self.shown += [members[0][:, 1].max()] if measure is GRAD_NORM else []
             middle = thin(curves[0], MOST_POINTS)
         else:

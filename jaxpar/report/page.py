@@ -100,7 +100,11 @@ def render(runs: Sequence[Run], series: Sequence[Series], drawings: Sequence[Dra
             for drawing in drawings
         ],
         configs=[
-            {"name": run.name, "path": printable(run.path), "text": "\n".join(f"{k} = {word(v)}" for k, v in flatten(run.config).items())}
+            {
+                "name": run.name,
+                "path": printable(run.path),
+                "text": "\n".join(f"{k} = {word(v)}" for k, v in flatten(run.config).items()),
+            }
             for run in runs
         ],
         footer=f"jaxpar {__version__}, {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
@@ -175,7 +179,7 @@ COLUMNS = (
     Column("tokens/s", _median("tokens_per_second"), lambda rate: f"{rate:,.0f}", averaged=True),
     Column("MFU", _median("mfu"), lambda share: f"{100 * share:.1f} %", averaged=True),
     Column("goodput", lambda run: run.last("goodput"), lambda share: f"{100 * share:.1f} %"),
-    Column("memory/device", lambda run: sum(memory_classes(run).values()) or None, bytes_text),
+    Column("memory/device", lambda run: sum(memory_classes(run).values()) or None, bytes_text, once=True),
     Column("parameters", lambda run: run.compiled.get("parameters"), lambda count: f"{count:,}", once=True),
     Column("devices", _mesh, number=False, once=True),
     Column("jax", lambda run: run.compiled.get("jax"), number=False, once=True),
@@ -198,7 +202,7 @@ def _table(series: Sequence[Series], legend: Sequence[dict[str, Any]]) -> Table:
         for number, run in enumerate(one.runs):
             cells = [ABSENT if v[number] is None else c.text(v[number]) for c, v in zip(columns, values, strict=True)]
             rows.append({"name": run.name, "key": key, "cells": cells, "mean": False})
-        if len(one.runs) > 1:
+        if len({run.last("step") for run in one.runs}) == 1 < len(one.runs):
             cells = [_mean(c, [x for x in v if x is not None]) for c, v in zip(columns, values, strict=True)]
             rows.append({"name": f"mean ± s.d. of {len(one.runs)}", "cells": cells, "mean": True})
     return facts, columns, rows

@@ -79,6 +79,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """
     folders = [Path(os.path.abspath(path)) for path in paths]
     for number, folder in enumerate(folders):
+        if not (folder / "config.json").exists():
+            what = (
+                "has no config.json" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+            )
+            raise ConfigError("report", str(paths[number]), what, "a run folder")
         if folder.resolve() in [other.resolve() for other in folders[:number]]:
             raise ConfigError("report", str(paths[number]), "is given twice", "each run once")
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
@@ -127,16 +132,19 @@ def group_seeds(runs: Iterable[Run]) -> list[Series]:
 
 def _read(path: Path, name: str) -> Run:
     folder = RunFolder(path)
-    if not path.is_dir() or not folder.config_file.exists():
-        what = "has no config.json" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
-        raise ConfigError("report", str(path), what, "a run folder")
     try:
         config = from_json(Experiment, folder.read_config())
     except ConfigError as error:
         raise JaxparError(f"{folder.config_file}: {error}") from error
     training, evaluation = read_metrics(folder)
     compiled = folder.read("compile.json")
+    for field in ("bytes_per_device", "mesh"):
+        sizes = compiled.get(field, {})
+        if not isinstance(sizes, dict) or not all(isinstance(size, int | float) for size in sizes.values()):
+            raise JaxparError(f"{path / 'compile.json'} is damaged: {field} is {sizes!r}")
     entropy = folder.read("data.json").get("unigram_entropy")
+    if not isinstance(entropy, float | None):
+        raise JaxparError(f"{path / 'data.json'} is damaged: unigram_entropy is {entropy!r}")
     return Run(name, path, config, _status(folder, config, training), training, evaluation, compiled, entropy)
 
 

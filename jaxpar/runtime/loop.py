@@ -78,7 +78,7 @@ def load_data(experiment: Experiment, quiet: bool = True) -> Data:
 
 
 def describe_executable(program: Program) -> dict[str, Any]:
-    """Bytes on each device by class, as XLA planned them; what was compiled, for which devices, and by which version."""
+    """Bytes on each device by class, as XLA planned them; the size of the model, the devices, the version of JAX."""
     memory = program.step.memory_analysis()
     bytes_of = {
         "arguments": memory.argument_size_in_bytes,

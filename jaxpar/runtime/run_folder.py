@@ -140,7 +140,8 @@ class RunFolder:
         number = 0
         try:
             with open(self.metrics_file) as file:
-                for number, line in enumerate(file, start=1):
+                for line in file:
+                    number += 1
                     if line.endswith("\n"):  # else it is torn
                         record = json.loads(line)
                         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
