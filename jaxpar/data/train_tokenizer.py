@@ -75,8 +75,8 @@ def train_tokenizer(config: DataConfig, vocab_size: int, output: Path, quiet: bo
     size, held_out_size = sizes
     held_documents = sum(int(held_D.sum()) for held_D in splits)
 
-    with _bar("training", size, quiet) as bar:
-        content = _train(_pieces(_side(config, splits, False), bar), vocab_size, size, quiet or bar.disable)
+    with _bar("counting words", size, quiet) as bar:
+        content = _train(_pieces(_side(config, splits, False), bar, "merging pairs"), vocab_size, size)
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         partial.write_text(content, encoding="utf-8")
@@ -94,7 +94,7 @@ def train_tokenizer(config: DataConfig, vocab_size: int, output: Path, quiet: bo
     return TokenizerReport(output, tokenizer.vocab_size, documents, size, held_documents, held_out_size, tokens)
 
 
-def _train(pieces: Iterator[list[str]], vocab_size: int, size: int, quiet: bool) -> str:
+def _train(pieces: Iterator[list[str]], vocab_size: int, size: int) -> str:
     """The content of a ``tokenizer.json`` trained on ``pieces``, ``size`` bytes in all."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -106,7 +106,7 @@ def _train(pieces: Iterator[list[str]], vocab_size: int, size: int, quiet: bool)
         min_frequency=2,  # a pair that occurs once is no rule
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=not quiet,
+        show_progress=False,
     )
     backend.train_from_iterator(pieces, trainer)
     if (found := backend.get_vocab_size()) < vocab_size:
@@ -160,14 +160,14 @@ def _side(config: DataConfig, splits: list[np.ndarray], held: bool) -> Iterator[
                 yield text
 
 
-def _pieces(texts: Iterator[str], bar: tqdm) -> Iterator[list[str]]:
-    """Yield ``texts`` cut into pieces, several at a time."""
+def _pieces(texts: Iterator[str], bar: tqdm, afterwards: str = "") -> Iterator[list[str]]:
+    """Yield ``texts`` cut into pieces, several at a time; ``bar`` shows how far, and what comes afterwards."""
     pieces = (text[begin : begin + _PIECE] for text in texts for begin in range(0, len(text), _PIECE))
     while some := list(islice(pieces, _PIECES)):
         bar.update(sum(len(piece.encode("utf-8")) for piece in some))
         yield some
+    bar.set_description(afterwards)
 
 
 def _bar(what: str, total: int | None, quiet: bool) -> tqdm:
-    """A progress bar in bytes; none where stderr is no terminal."""
-    return tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=quiet or None)
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=quiet, delay=1.0)

@@ -74,7 +74,7 @@ def test_only_the_training_part_is_seen(tmp_path):
         assert ('"ZZ"' in (tmp_path / name).read_text()) == (fraction == 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=60) | st.text(f"{END} ab\x00\r\n\ufeff\u0301Ġ", max_size=60))
 def test_any_text_comes_back(tokenizer, text):
     """Controls, unassigned and combining characters, and the name of the end token, which is text like any other."""
