@@ -6,6 +6,7 @@
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
     jaxpar tokenizer train  a byte-level BPE tokenizer from the text of a CONFIG, or of files
+    jaxpar report RUN ...   one page about a run or several: curves, memory, time, and what differs
 
 CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of it can be set by a dotted flag:
 ``--optim.learning_rate 1e-3 --mesh.tensor 2``.
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         "show": _show,
         "parity": _parity,
         "bench": _bench,
+        "report": _report,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
@@ -168,31 +170,21 @@ def _train(arguments: list[str]) -> int:
     from jaxpar.runtime.loop import TrainingStopped, train
 
     devices = start_devices(options.devices)
+    from jaxpar.report.page import draw_loss
+
     try:
-        summary = train(experiment, run, devices, options.resume, options.quiet)
+        train(experiment, run, devices, options.resume, options.quiet)
     except TrainingStopped:
         with contextlib.suppress(JaxparError, OSError):  # the message is what matters
-            _draw(run, None)
+            draw_loss(run)
         raise
     try:
-        figure = _draw(run, summary.unigram_entropy)
+        figure = draw_loss(run)
     except OSError as error:
         raise TrainingStopped(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
-    if not options.quiet:
+    if figure and not options.quiet:
         print(f"curve    {figure}")
     return 0
-
-
-def _draw(run: Path, unigram_entropy: float | None) -> Path:
-    """The loss curve of a run folder, as a PNG in its figures."""
-    from jaxpar.report.curves import draw_loss
-    from jaxpar.runtime.run_folder import RunFolder
-
-    folder = RunFolder(run)
-    figure = folder.figures / "loss.png"
-    references = {} if unigram_entropy is None else {"unigram entropy": unigram_entropy}
-    draw_loss(folder.read_metrics(), figure, folder.path.name, references)
-    return figure
 
 
 def _new_run(name: str, resume: bool) -> Path:
@@ -336,6 +328,23 @@ def _tokenizer(arguments: list[str]) -> int:
     report = train_tokenizer(experiment.data, options.vocab_size, options.output, options.quiet)
     if not options.quiet:
         print(report.render())
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    parser = _Parser(prog="jaxpar report", description="Write an HTML page about run folders.", allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=_folder, metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page, with figures in a folder beside it; default: report.html, in the folder of a single run",
+    )
+    options = parser.parse_args(arguments)
+
+    from jaxpar.report.page import write_report
+
+    print(f"report   {write_report(options.runs, options.output)}")
     return 0
 
 

@@ -195,7 +195,7 @@ def test_wrong_input_is_one_line(refused, here, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("trian tiny.py", "command: trian is not a command. Did you mean train? (legal: train, generate,"),
+        ("trian tiny.py", "command: trian is not a command. Did you mean train? (legal: train, "),
         ("train", "train: CONFIG must come first: a config file, its name, or a run folder"),
         ("train --devices 2 tiny.py", "train: CONFIG must come first"),
         ("bench", "bench: NAME must come first: train"),
@@ -255,6 +255,10 @@ def test_train_show_and_resume(here, refused, capfd):
     run = here / "runs" / "tiny"
     assert "evaluation loss" in out and "unigram entropy" in out and f"curve    {run}/figures/loss.png" in out
     assert (run / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", "runs/tiny"]) == 0  # what only the run itself knows is in its folder
+    page = (run / "report.html").read_text()
+    assert capfd.readouterr().out == f"report   {run}/report.html\n"
+    assert all(fact in page for fact in ("finished", "unigram entropy", "1 cpu", "memory per device", "parameters"))
     assert [r["step"] for r in RunFolder(run).read_metrics()] == [1, 2, 2, 3, 4, 4]
 
     assert main(["show", "runs/tiny", "--devices", "1", "--json"]) == 0

@@ -81,9 +81,9 @@ def load_data(experiment: Experiment, quiet: bool = True) -> Data:
     return data
 
 
-def describe_executable(step: Any) -> dict[str, Any]:
-    """Bytes on each device by class, as XLA planned them, and the versions that compiled."""
-    memory = step.memory_analysis()
+def describe_executable(program: Program) -> dict[str, Any]:
+    """Bytes on each device by class, as XLA planned them; the size of the model, the devices, the version of JAX."""
+    memory = program.step.memory_analysis()
     bytes_of = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -92,7 +92,13 @@ def describe_executable(step: Any) -> dict[str, Any]:
         "code": memory.generated_code_size_in_bytes,
     }
     total = sum(bytes_of.values()) - 2 * bytes_of["aliased"]
-    return {"bytes_per_device": {"total": total, **bytes_of}, "jax": jax.__version__}
+    return {
+        "bytes_per_device": {"total": total, **bytes_of},
+        "parameters": program.num_parameters,
+        "mesh": dict(program.sizes),
+        "device": program.mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+    }
 
 
 @contextlib.contextmanager
@@ -146,7 +152,8 @@ class _Training:
             step = self.program.step
             seconds = time.perf_counter() - compile_start
             self._say(f"compiled in {seconds:.1f} s")
-            self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(step)})
+            self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(self.program)})
+            self.folder.write("data.json", {"unigram_entropy": self.entropy})
             if state is None:
                 state = self.program.init()
             if pretrained is not None:
