@@ -40,14 +40,18 @@ class StandardLibrary:
         """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
         _check_weight(self.weight, field)
 
-    def documents(self, field: str = "data.sources.0") -> Iterator[str]:
-        """Yield the text of each module; bytes that are not UTF-8 become U+FFFD."""
+    def inputs(self, field: str = "data.sources.0") -> list[Path]:
+        """The files that ``documents`` reads, in order."""
         root = Path(sysconfig.get_paths()["stdlib"])
         modules = []
         for folder, subfolders, files in os.walk(root):
             subfolders[:] = [name for name in subfolders if _is_library(name)]
             modules += [Path(folder, name) for name in files if name.endswith(".py") and _is_library(name)]
-        for path in sorted(modules, key=lambda path: path.relative_to(root).as_posix()):
+        return sorted(modules, key=lambda path: path.relative_to(root).as_posix())
+
+    def documents(self, field: str = "data.sources.0") -> Iterator[str]:
+        """Yield the text of each module; bytes that are not UTF-8 become U+FFFD."""
+        for path in self.inputs(field):
             yield path.read_bytes().decode("utf-8", errors="replace")
 
 
@@ -73,9 +77,13 @@ class TextFiles:
         if self.separator == "":
             raise ConfigError(f"{field}.separator", self.separator, "is empty", "None, or at least one character")
 
+    def inputs(self, field: str = "data.sources.0") -> list[Path]:
+        """The files that ``documents`` reads, in order; raise ``ConfigError`` when there are none."""
+        return _files(self.path, f"{field}.path", folders=True)
+
     def documents(self, field: str = "data.sources.0") -> Iterator[str]:
         """Yield the documents, in the order of their paths; raise ``ConfigError`` for text that is not UTF-8."""
-        for path in _files(self.path, f"{field}.path", folders=True):
+        for path in self.inputs(field):
             try:
                 text = path.read_bytes().decode("utf-8")
             except UnicodeDecodeError as error:
@@ -101,12 +109,16 @@ class JsonLines:
         """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
         _check_weight(self.weight, field)
 
+    def inputs(self, field: str = "data.sources.0") -> list[Path]:
+        """The files that ``documents`` reads, in order; raise ``ConfigError`` when there are none."""
+        return _files(self.path, f"{field}.path", folders=False)
+
     def documents(self, field: str = "data.sources.0") -> Iterator[str]:
         """Yield one document per line, reading line by line; blank lines are skipped.
 
         Raise ``ConfigError`` naming file and line for bad JSON, a missing key, or a value that is not text.
         """
-        for path in _files(self.path, f"{field}.path", folders=False):
+        for path in self.inputs(field):
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():

@@ -65,8 +65,13 @@ def train(
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
     """The experiment's data, checked against its model."""
+
+    def say(line: str) -> None:
+        if not quiet:
+            tqdm.write(line, file=sys.stdout)
+
     with _reading_bar(quiet) as progress:
-        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress)
+        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress, say)
     if data.tokenizer.vocab_size > experiment.model.vocab_size:
         raise ConfigError(
             "model.vocab_size",
@@ -93,12 +98,16 @@ def describe_executable(step: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading_bar(quiet: bool) -> Iterator[Any]:
-    """A progress callback of ``build_data`` that shows documents and tokens read."""
-    with tqdm(desc="reading data", unit=" documents", leave=False, disable=quiet, delay=1.0) as bar:
+    """A progress callback of ``build_data`` that shows tokens, their rate, and where it can be known the time left."""
+    with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
 
-        def progress(source: str, documents: int, tokens: int) -> None:
-            bar.set_postfix_str(f"{source}: {tokens:,} tokens", refresh=False)
-            bar.update(documents - bar.n)
+        def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
+            if bar.desc != f"reading {source}: ":
+                bar.reset()
+                bar.set_description(f"reading {source}", refresh=False)
+            bar.total = tokens / share if share else None
+            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
+            bar.update(tokens - bar.n)
 
         yield progress
 
