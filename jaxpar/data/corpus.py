@@ -133,7 +133,7 @@ def write_corpus(
         raise ConfigError(f"{field}.path" if hasattr(source, "path") else field, source.name, "holds no text")
     _write(folder / "counts", counts_V.astype("<i8").data)
     arrays = [map_file(folder / "offsets", "<i8"), map_file(folder / "hashes", "<u8"), counts_V]
-    digest = _digest(arrays[0], map_file(folder / "tokens", dtype.str))
+    digest = _digest(arrays[0], folder / "tokens", dtype)
     entry = {**about, **seen, "dtype": dtype.str, "eos": tokenizer.eos, "digest": digest}
     entry["checksum"] = _checksum(entry, arrays)
     _write(folder / ENTRY, json.dumps(entry, indent=1).encode())
@@ -228,10 +228,12 @@ def _hash(utf8: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
 
 
-def _digest(offsets: np.ndarray, tokens_N: np.ndarray) -> str:
-    digest = hashlib.blake2b(offsets.astype("<i8", copy=False).data, digest_size=16)
-    for begin in range(0, len(tokens_N), _CHUNK):
-        digest.update(tokens_N[begin : begin + _CHUNK].astype("<u4").data)
+def _digest(offsets: np.ndarray, tokens: Path, dtype: np.dtype) -> str:
+    """Of the document borders and the ids, whatever the width they are kept in."""
+    digest = hashlib.blake2b(offsets.data, digest_size=16)
+    with open(tokens, "rb") as file:
+        while chunk := file.read(_CHUNK * dtype.itemsize):
+            digest.update(np.frombuffer(chunk, dtype).astype("<u4").data)
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 PACKINGS = ("concat", "first_fit")
 
-_COUNT_TOKENS = 1 << 21  # tokens counted at a time, at some 40 bytes each
+_COUNT_TOKENS = 1 << 21  # tokens counted at a time, at some 10 bytes each
 
 Batch = dict[str, np.ndarray]
 """The five arrays [B, S] of a batch:
@@ -91,12 +91,14 @@ class PackedRows:
     def token_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
         """How often each token is an input, and how often a target that counts; two int64 arrays [vocab_size]."""
         inputs_V, targets_V = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
+        tokens_N = np.asarray(self.tokens_N)
         at_once = max(_COUNT_TOKENS // self.seq_len, 1)
-        for begin in range(0, self.rows, at_once):
-            _, starts_P, lengths_P, _, nexts_P = self.pieces(np.arange(begin, min(begin + at_once, self.rows)))
-            within = np.bincount(self.tokens_N[_spread(starts_P, lengths_P)], minlength=vocab_size)
-            first_V = np.bincount(self.tokens_N[starts_P], minlength=vocab_size)
-            next_V = np.bincount(self.tokens_N[nexts_P[nexts_P >= 0]], minlength=vocab_size)
+        for row in range(0, self.rows, at_once):
+            _, starts_P, lengths_P, _, nexts_P = self.pieces(np.arange(row, min(row + at_once, self.rows)))
+            spans = zip(starts_P.tolist(), (starts_P + lengths_P).tolist(), strict=True)
+            within = np.bincount(np.concatenate([tokens_N[begin:end] for begin, end in spans]), minlength=vocab_size)
+            first_V = np.bincount(tokens_N[starts_P], minlength=vocab_size)
+            next_V = np.bincount(tokens_N[nexts_P[nexts_P >= 0]], minlength=vocab_size)
             inputs_V += within
             targets_V += within - first_V + next_V  # within a piece, all inputs but the first are targets
         return inputs_V, targets_V

@@ -65,12 +65,7 @@ def train(
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
     """The experiment's data, checked against its model."""
-
-    def say(line: str) -> None:
-        if not quiet:
-            tqdm.write(line, file=sys.stdout)
-
-    with _reading_bar(quiet) as progress:
+    with _reading_bar(quiet) as (progress, say):
         data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress, say)
     if data.tokenizer.vocab_size > experiment.model.vocab_size:
         raise ConfigError(
@@ -98,18 +93,24 @@ def describe_executable(step: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading_bar(quiet: bool) -> Iterator[Any]:
-    """A progress callback of ``build_data`` that shows tokens, their rate, and where it can be known the time left."""
+    """What ``build_data`` reports to: a bar of tokens, with their rate and where it is known the time left; and lines."""
     with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
 
         def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
-            if bar.desc != f"reading {source}: ":
+            if tokens < bar.n:  # the next source
                 bar.reset()
-                bar.set_description(f"reading {source}", refresh=False)
             bar.total = tokens / share if share else None
+            bar.set_description(f"reading {source}", refresh=False)
             bar.set_postfix_str(f"{documents:,} documents", refresh=False)
             bar.update(tokens - bar.n)
 
-        yield progress
+        def say(line: str) -> None:
+            if not quiet:
+                bar.clear()
+                with contextlib.suppress(OSError, ValueError):  # who read the output has gone
+                    print(line, flush=True)
+
+        yield progress, say
 
 
 class _Training:
