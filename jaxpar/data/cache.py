@@ -113,7 +113,9 @@ class _Wanted:
 
     def line(self, corpus: Corpus, how: str) -> str:
         """What the corpus is and where it came from."""
-        return f"{self.field}: {corpus.name}: {len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens, {how}"
+        return (
+            f"{self.field}: {corpus.name}: {len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens, {how}"
+        )
 
     def what_changed(self, before: list[list[Any]]) -> str | None:
         """Which input files are not as they were, in words."""
@@ -207,19 +209,17 @@ def _lock(path: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
     """Hold the lock file ``path``; False where locks are not supported. ``waiting`` is told who has it, once."""
     with writing():
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    told = held = False
+    told = False
     try:
-        while not held:
+        while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
+                held = _lock_now(handle)
+                break
             except BlockingIOError:
                 if not told:
                     waiting(os.pread(handle, 1000, 0).decode(errors="replace") or "another process")
                     told = True
                 time.sleep(0.1)
-            except OSError:
-                break
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -253,18 +253,28 @@ def _sweep(cache: Path, written: Path) -> None:
 
 
 def _remove(*folders: Path) -> None:
-    """Remove entries and parts of entries, but for those that a process holds."""
+    """Remove entries and parts of entries, but for those that a process holds and what is somebody else's."""
     for folder in folders:
         with contextlib.suppress(OSError):
-            entry = folder / ENTRY
-            if entry.exists():
-                handle = os.open(entry, os.O_RDWR)
+            if (folder / ENTRY).exists():
+                handle = os.open(folder / ENTRY, os.O_RDWR)
                 try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    entry.unlink()  # from here on it is no entry for anyone
+                    _lock_now(handle)
+                    (folder / ENTRY).unlink()  # from here on it is no entry for anyone
                 finally:
                     os.close(handle)
             shutil.rmtree(folder)
+
+
+def _lock_now(handle: int) -> bool:
+    """Lock a file, or raise ``BlockingIOError`` where another process has; False where locks are not supported."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
 
 
 def _name(what: object) -> str:

@@ -112,7 +112,9 @@ def write_corpus(
     counts_V = np.zeros(tokenizer.vocab_size, np.int64)
     seen = {"documents": 0, "tokens": 0, "text_bytes": 0, "blank": 0}
     with contextlib.ExitStack() as stack:
-        tokens, offsets, hashes = (stack.enter_context(_Output(folder / name)) for name in ("tokens", "offsets", "hashes"))
+        tokens, offsets, hashes = (
+            stack.enter_context(_Output(folder / name)) for name in ("tokens", "offsets", "hashes")
+        )
         offsets.write(np.zeros(1, "<i8"))
         for texts in _batches(source.documents(field), seen):
             ids = tokenizer.encode(texts)

@@ -58,7 +58,9 @@ class TemporaryFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self.path = new.rename(place / new.name.replace("jaxpar-new-", _PREFIX))  # locked before it can be found
         except OSError as error:
-            raise JaxparError(f"{place} cannot hold the data: {error.strerror}; set TMPDIR to another folder") from error
+            raise JaxparError(
+                f"{place} cannot hold the data: {error.strerror}; set TMPDIR to another folder"
+            ) from error
         self._end = weakref.finalize(self, _remove_folder, self.path, lock)
 
     def store(self, name: str, array: np.ndarray) -> np.ndarray:
@@ -68,7 +70,9 @@ class TemporaryFolder:
         try:
             (self.path / name).write_bytes(np.ascontiguousarray(array).data)
         except OSError as error:
-            raise JaxparError(f"{self.path} cannot hold the data: {error.strerror}; set TMPDIR to another disk") from error
+            raise JaxparError(
+                f"{self.path} cannot hold the data: {error.strerror}; set TMPDIR to another disk"
+            ) from error
         return map_file(self.path / name, array.dtype.str, self)
 
 

@@ -143,18 +143,18 @@ class ConcatRows(PackedRows):
     bounds: np.ndarray
 
     @property
-    def rows(self) -> int:  # noqa: D102
+    def rows(self) -> int:
         return -(-int(self.bounds[-1]) // self.seq_len)
 
     @property
-    def totals(self) -> tuple[int, int, int]:  # noqa: D102
+    def totals(self) -> tuple[int, int, int]:
         documents, tokens = len(self.starts_D), int(self.bounds[-1])
         if not documents:
             return 0, 0, 0
         both = int(np.count_nonzero(self.bounds[1:-1] % self.seq_len == 0))  # documents that end where a row does
         return self.rows + documents - 1 - both, tokens, tokens - (documents if self.mask_documents else 1)
 
-    def pieces(self, rows_R: np.ndarray) -> Pieces:  # noqa: D102
+    def pieces(self, rows_R: np.ndarray) -> Pieces:
         begin_R = rows_R * self.seq_len
         end_R = np.minimum(begin_R + self.seq_len, self.bounds[-1])
         first_R = np.searchsorted(self.bounds, begin_R, side="right") - 1  # the document of a row's first token
@@ -185,15 +185,15 @@ class FirstFitRows(PackedRows):
     nexts_P: np.ndarray
 
     @property
-    def rows(self) -> int:  # noqa: D102
+    def rows(self) -> int:
         return len(self.row_offsets) - 1
 
     @property
-    def totals(self) -> tuple[int, int, int]:  # noqa: D102
+    def totals(self) -> tuple[int, int, int]:
         tokens = int(self.lengths_P.sum())
         return len(self.starts_P), tokens, tokens - int(np.count_nonzero(self.nexts_P < 0))
 
-    def pieces(self, rows_R: np.ndarray) -> Pieces:  # noqa: D102
+    def pieces(self, rows_R: np.ndarray) -> Pieces:
         first_R = self.row_offsets[rows_R]
         counts_R = self.row_offsets[rows_R + 1] - first_R
         at = _spread(first_R, counts_R)

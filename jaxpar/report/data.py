@@ -86,7 +86,9 @@ def _describe_sequence(data: Data, number: int) -> dict[str, Any]:
         "source": corpus.name,
         "row": row,
         "epoch": index // rows.rows,
-        "pieces": [{**piece, "from_start": bool(piece["from_start"]), "to_end": bool(piece["to_end"])} for piece in pieces],
+        "pieces": [
+            {**piece, "from_start": bool(piece["from_start"]), "to_end": bool(piece["to_end"])} for piece in pieces
+        ],
         "padding": data.train.seq_len - filled,
     }
 
@@ -130,7 +132,9 @@ def render(description: dict[str, Any]) -> str:
         "",
     ]
     if description["examples"]:
-        lines.append(f"{END} the end of a document   {MASKED} the target of the token before it does not count   ↵ a new line")
+        lines.append(
+            f"{END} the end of a document   {MASKED} the target of the token before it does not count   ↵ a new line"
+        )
     for example in description["examples"]:
         lines += ["", *_render_example(example, description["seq_len"])]
     return "\n".join(lines).rstrip()
