@@ -155,7 +155,7 @@ def build_data(
         held_out_D = corpus.held_out_D(config.eval_fraction, name)
         rows = _pack(corpus, _shuffled(np.flatnonzero(~held_out_D), fold(seed, k)), seq_len, config)
         if files is not None:  # for the workers to map, where each would get a copy
-            rows = rows.in_files(lambda name, array, k=k: files.store(f"{k}-{name}", array))
+            rows = rows.in_files(files.store)
         corpora.append(corpus)
         train.append(rows)
         held_out.append(_pack(corpus, np.flatnonzero(held_out_D), seq_len, config))

@@ -119,7 +119,8 @@ class _Wanted:
 
     def what_changed(self, before: list[list[Any]]) -> str | None:
         """Which input files are not as they were, in words."""
-        old, new = ({name: rest for name, *rest in inputs} for inputs in (before, self.inputs))
+        old = {str(name): rest for name, *rest in before}
+        new = {str(name): rest for name, *rest in self.inputs}
         changed = [name for name in new if name in old and new[name] != old[name]]
         added, gone = [name for name in new if name not in old], [name for name in old if name not in new]
         parts = [(changed, "changed"), (added, "is new"), (gone, "is gone")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ class MappedArray(np.ndarray):
 
 
 def map_file(path: str | os.PathLike[str], dtype: str, lease: object = None) -> MappedArray:
-    """The file ``path``, which is not empty, as an array of ``dtype``; ``OSError`` or ``ValueError`` if it cannot be."""
+    """The file ``path``, which is not empty, as an array of ``dtype``; raise ``OSError`` or ``ValueError``."""
     array = np.memmap(path, np.dtype(dtype), mode="r").view(np.ndarray).view(MappedArray)
     array.path, array.lease = os.path.abspath(path), lease
     return array
@@ -61,19 +62,21 @@ class TemporaryFolder:
             raise JaxparError(
                 f"{place} cannot hold the data: {error.strerror}; set TMPDIR to another folder"
             ) from error
+        self._numbers = itertools.count()
         self._end = weakref.finalize(self, _remove_folder, self.path, lock)
 
-    def store(self, name: str, array: np.ndarray) -> np.ndarray:
-        """``array`` as the file ``name`` of this folder (an empty one stays as it is); ``JaxparError`` on a full disk."""
+    def store(self, array: np.ndarray) -> np.ndarray:
+        """``array`` as a file of this folder (an empty one stays as it is); ``JaxparError`` on a full disk."""
         if not array.size:
             return array
+        path = self.path / f"array-{next(self._numbers)}"
         try:
-            (self.path / name).write_bytes(np.ascontiguousarray(array).data)
+            path.write_bytes(np.ascontiguousarray(array).data)
         except OSError as error:
             raise JaxparError(
                 f"{self.path} cannot hold the data: {error.strerror}; set TMPDIR to another disk"
             ) from error
-        return map_file(self.path / name, array.dtype.str, self)
+        return map_file(path, array.dtype.str, self)
 
 
 def _remove_folder(path: Path, lock: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,9 +31,9 @@ Batch = dict[str, np.ndarray]
 class Pieces(NamedTuple):
     """The pieces of some rows, by row and column; ``counts_R`` is how many each row has.
 
-    Piece ``p`` is ``tokens_N[starts_P[p]:starts_P[p] + lengths_P[p]]`` at column ``columns_P[p]``, and the target of its
-    last token is ``tokens_N[nexts_P[p]]``, or masked where ``nexts_P[p]`` is -1. The target of any other token is the
-    token after it.
+    Piece ``p`` is ``tokens_N[starts_P[p]:starts_P[p] + lengths_P[p]]`` at column ``columns_P[p]``, and the target of
+    its last token is ``tokens_N[nexts_P[p]]``, or masked where ``nexts_P[p]`` is -1. The target of any other token is
+    the token after it.
     """
 
     counts_R: np.ndarray
@@ -70,10 +70,14 @@ class PackedRows:
         """The pieces of rows ``rows_R``."""
         raise NotImplementedError
 
-    def in_files(self, store: Callable[[str, np.ndarray], np.ndarray]) -> PackedRows:
-        """The same rows, with what ``store`` returns for the name and the value of each array but the tokens."""
-        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return replace(self, **{name: store(name, arrays[name]) for name in arrays if name != "tokens_N"})
+    def in_files(self, store: Callable[[np.ndarray], np.ndarray]) -> PackedRows:
+        """The same rows, with what ``store`` returns for each array but the tokens."""
+        stored: dict[str, Any] = {
+            name: store(value)
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray) and name != "tokens_N"
+        }
+        return replace(self, **stored)
 
     def counts(self) -> dict[str, int | float]:
         """Rows, pieces, tokens (inputs), targets that count, padding, and the filled share of the rows."""

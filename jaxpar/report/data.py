@@ -74,8 +74,8 @@ def _describe_sequence(data: Data, number: int) -> dict[str, Any]:
                 "tokens": length,
                 "segment": int(batch["segments"][column]),
                 "positions": [int(batch["positions"][at][0]), int(batch["positions"][at][-1])],
-                "from_start": start == corpus.offsets[document],
-                "to_end": start + length == corpus.offsets[document + 1],
+                "from_start": start == int(corpus.offsets[document]),
+                "to_end": start + length == int(corpus.offsets[document + 1]),
                 "masked_columns": (column + np.flatnonzero(~batch["mask"][at])).tolist(),
                 "text": data.tokenizer.decode(batch["tokens"][at]),
             }
@@ -86,9 +86,7 @@ def _describe_sequence(data: Data, number: int) -> dict[str, Any]:
         "source": corpus.name,
         "row": row,
         "epoch": index // rows.rows,
-        "pieces": [
-            {**piece, "from_start": bool(piece["from_start"]), "to_end": bool(piece["to_end"])} for piece in pieces
-        ],
+        "pieces": pieces,
         "padding": data.train.seq_len - filled,
     }
 
@@ -110,9 +108,11 @@ def render(description: dict[str, Any]) -> str:
         f"batches    fingerprint {description['fingerprint']}",
         "",
     ]
-    table = [("source", "mixture", "documents", "blank", "tokens", "bytes/token", "epochs")]
-    splits = [("source", "split", "documents", "tokens", "rows", "filled", "padding")]
-    lengths = [("tokens per document", "least", "5%", "25%", "median", "75%", "95%", "most", "mean")]
+    table: list[tuple[str, ...]] = [("source", "mixture", "documents", "blank", "tokens", "bytes/token", "epochs")]
+    splits: list[tuple[str, ...]] = [("source", "split", "documents", "tokens", "rows", "filled", "padding")]
+    lengths: list[tuple[str, ...]] = [
+        ("tokens per document", "least", "5%", "25%", "median", "75%", "95%", "most", "mean")
+    ]
     for source in sources:
         name = _short(source["name"], 28)
         counts = (f"{source[key]:,}" for key in ("documents", "blank_documents", "tokens"))
@@ -133,7 +133,7 @@ def render(description: dict[str, Any]) -> str:
     ]
     if description["examples"]:
         lines.append(
-            f"{END} the end of a document   {MASKED} the target of the token before it does not count   ↵ a new line"
+            f"{END} the end of a document   {MASKED} the target of the token before it does not count   ↵ newline"
         )
     for example in description["examples"]:
         lines += ["", *_render_example(example, description["seq_len"])]
@@ -161,7 +161,7 @@ def _render_example(example: dict[str, Any], seq_len: int) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """``text`` with a visible sign or an escape for everything a terminal would not show as one column or would obey."""
+    """``text`` with a visible sign or an escape for everything a terminal would obey or not show."""
     return "".join(SHOWN.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
 
 
@@ -197,7 +197,7 @@ def _short(name: str, width: int) -> str:
 
 
 def draw_lengths(data: Data, path: Path, title: str) -> None:
-    """Draw how long each source's documents are, and in documents of what length its tokens lie, as a PNG at ``path``."""
+    """Draw how long each source's documents are, and in documents of what length its tokens lie, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")

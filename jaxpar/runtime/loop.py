@@ -93,7 +93,7 @@ def describe_executable(step: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading_bar(quiet: bool) -> Iterator[Any]:
-    """What ``build_data`` reports to: a bar of tokens, with their rate and where it is known the time left; and lines."""
+    """What ``build_data`` reports to: a bar of tokens, their rate and, where it is known, the time left; and lines."""
     with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
 
         def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
