@@ -231,7 +231,7 @@ def _data(arguments: list[str]) -> int:
     experiment = _experiment(name, options.smoke, overrides)
     experiment.validate()
     if options.figure and options.figure.suffix != ".png":
-        raise ConfigError("--figure", options.figure, "is no name of a PNG", f"{options.figure.with_suffix('.png')}")
+        raise ConfigError("--figure", str(options.figure), "is no name of a PNG", f"{options.figure.with_suffix('.png')}")
 
     from jaxpar.report.data import describe_data, draw_lengths, render
     from jaxpar.runtime.loop import load_data

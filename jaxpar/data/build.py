@@ -66,9 +66,8 @@ class DataConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"data.{name}", getattr(self, name), "is negative", "0 or more")
         if self.cache is not None and (not self.cache or "://" in self.cache):
-            raise ConfigError(
-                "data.cache", self.cache, "is no folder of this machine's file systems", "a path, auto, none"
-            )
+            rule = "is no folder of this machine's file systems"
+            raise ConfigError("data.cache", self.cache, rule, "a path, auto, none")
 
 
 @dataclass(frozen=True)

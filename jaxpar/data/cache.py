@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -37,6 +38,7 @@ KEEP_DAYS = 30
 _FORMAT = 1  # part of the key: raise it when the files, or what a source reads from the same input, change
 _PLAIN_TEXT = {"", ".txt", ".text", ".md", ".py", ".json", ".jsonl"}  # suffixes of files about as large as their text
 _NEW = "new-"
+_OURS = re.compile(f"({_NEW})?[0-9a-f]{{24}}")  # names of folders: the cache may be in a folder that holds other things
 
 Say = Callable[[str], None]
 """Called with a line for the user."""
@@ -174,7 +176,7 @@ def _open(wanted: _Wanted, place: Path, say: Say) -> Corpus | None:
 
 
 def _build(wanted: _Wanted, place: Path, progress: Progress | None, say: Say) -> Corpus:
-    new = place.parent / f"{_NEW}{secrets.token_hex(8)}"
+    new = place.parent / f"{_NEW}{secrets.token_hex(12)}"
     with writing():
         new.mkdir()
     try:
@@ -243,13 +245,16 @@ def _sweep(cache: Path, written: Path) -> None:
     oldest = time.time() - KEEP_DAYS * 24 * 3600
     with contextlib.suppress(OSError):
         for folder in cache.glob("*/*/"):
+            if not (_OURS.fullmatch(folder.parent.name) and _OURS.fullmatch(folder.name)):
+                continue
             entry = folder / ENTRY
             unused = (entry if entry.exists() else folder).stat().st_mtime < oldest
             replaced = folder.parent == written.parent and not folder.name.startswith(_NEW)
             if folder != written and (unused or replaced):
                 _remove(folder)
         for lock in cache.glob("*/lock"):
-            if lock.stat().st_mtime < oldest and len(os.listdir(lock.parent)) == 1:
+            alone = _OURS.fullmatch(lock.parent.name) and len(os.listdir(lock.parent)) == 1
+            if alone and lock.stat().st_mtime < oldest:
                 shutil.rmtree(lock.parent)
 
 

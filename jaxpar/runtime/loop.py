@@ -213,6 +213,7 @@ class _Training:
         if metadata["data"] != self.data.fingerprint:
             changed = difference(saved, self.experiment) if saved else {}
             fields = [path for path in changed if path.startswith("data.") or path in ("train.seq_len", "train.seed")]
+            fields = [path for path in fields if path not in ("data.cache", "data.workers", "data.prefetch")]
             raise ConfigError(
                 "data",
                 ", ".join(fields) or "the text itself",

@@ -357,12 +357,15 @@ def test_what_was_not_used_for_long_goes(config, tmp_path):
     for entry in entries(config):
         make_old(entry)
         make_old(entry.parent)
-    (Path(config.cache) / "abandoned" / "new-1").mkdir(parents=True)
-    make_old(Path(config.cache) / "abandoned" / "new-1")
+    abandoned, foreign = (Path(config.cache) / name for name in (f"{0:024x}/new-{0:024x}", "my/things"))
+    for folder in (abandoned, foreign):
+        folder.mkdir(parents=True)
+        make_old(folder)
     write_lines(tmp_path / "new.jsonl", DOCUMENTS[:50])
     build(replace(config, sources=(JsonLines("new.jsonl"),)))
     assert len(entries(config)) == 1 and not leftovers(config)
     assert len(list(Path(config.cache).glob("*/lock"))) == 1
+    assert foreign.exists()  # a cache in a folder that holds other things
 
 
 def test_what_is_used_stays(config, tmp_path, want):
