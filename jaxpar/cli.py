@@ -231,14 +231,16 @@ def _data(arguments: list[str]) -> int:
     experiment = _experiment(name, options.smoke, overrides)
     experiment.validate()
     if options.figure and options.figure.suffix != ".png":
-        raise ConfigError("--figure", str(options.figure), "is no name of a PNG", f"{options.figure.with_suffix('.png')}")
+        raise ConfigError(
+            "--figure", str(options.figure), "is no name of a PNG", f"{options.figure.with_suffix('.png')}"
+        )
 
     from jaxpar.report.data import describe_data, draw_lengths, render
     from jaxpar.runtime.loop import load_data
 
     data = load_data(experiment, quiet=options.json)
     description = describe_data(experiment, data, options.examples)
-    print(json.dumps(description, indent=1) if options.json else "\n" + render(description))
+    print(json.dumps(description, indent=1) if options.json else render(description))
     if options.figure:
         draw_lengths(data, options.figure, Path(name).stem)
         if not options.json:

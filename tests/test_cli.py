@@ -195,7 +195,10 @@ def test_wrong_input_is_one_line(refused, here, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("trian tiny.py", "command: trian is not a command. Did you mean train? (legal: train, show, parity, bench)"),
+        (
+            "trian tiny.py",
+            "command: trian is not a command. Did you mean train? (legal: train, show, data, parity, bench)",
+        ),
         ("train", "train: CONFIG must come first: a config file, its name, or a run folder"),
         ("train --devices 2 tiny.py", "train: CONFIG must come first"),
         ("bench", "bench: NAME must come first: train"),

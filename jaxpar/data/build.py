@@ -99,6 +99,7 @@ class Data:
                 "share": float(share),
                 "documents": len(corpus.lengths_D),
                 "tokens": len(corpus.tokens_N),
+                "origin": corpus.origin,
                 "train": train.counts(),
                 "eval": held.counts() if held else None,
             }
@@ -138,8 +139,8 @@ def build_data(
 ) -> Data:
     """Read and tokenise, or find in the cache, then split and pack: all that happens before the first batch.
 
-    ``progress`` is called as tokenisation goes on, ``say`` with a line for the user about each source. Raise
-    ``ConfigError`` naming the field for anything that cannot work.
+    ``progress`` is called as tokenisation goes on, ``say`` with a line for the user about what the cache does not have
+    or cannot do. Raise ``ConfigError`` naming the field for anything that cannot work.
     """
     if seq_len < 1:
         raise ConfigError("seq_len", seq_len, "is no length", "1 or more")
@@ -148,9 +149,16 @@ def build_data(
     cache = cache_folder(config.cache)
     files = TemporaryFolder() if config.workers else None
     corpora, train, held_out = [], [], []
+    said: set[str] = set()
+
+    def say_once(line: str) -> None:
+        if say is not None and line not in said:
+            say(line)
+        said.add(line)
+
     for k, source in enumerate(config.sources):
         name = f"data.sources.{k}"
-        corpus = read_corpus(source, name, tokenizer, cache, progress, say or (lambda line: None))
+        corpus = read_corpus(source, name, tokenizer, cache, progress, say_once)
         held_out_D = corpus.held_out_D(config.eval_fraction, name)
         rows = _pack(corpus, _shuffled(np.flatnonzero(~held_out_D), fold(seed, k)), seq_len, config)
         if files is not None:  # for the workers to map, where each would get a copy

@@ -73,13 +73,11 @@ def read_corpus(
             say(f"data.cache: {cache}: {error}; going on without a cache")
     folder = TemporaryFolder()
     try:
-        how = wanted.write(folder.path, progress)
-        corpus = open_corpus(folder.path, source.name, folder)
+        origin = wanted.write(folder.path, progress)
+        return open_corpus(folder.path, source.name, folder, origin)
     except (CannotWrite, Damaged) as error:
         rule = f"the tokens do not go into {folder.path.parent}: {error}"
         raise JaxparError(f"{field}: {rule}; set data.cache or TMPDIR to a folder on another disk") from error
-    say(wanted.line(corpus, how))
-    return corpus
 
 
 class _Wanted:
@@ -113,12 +111,6 @@ class _Wanted:
         write_corpus(folder, self.source, self.field, self.tokenizer, about, self.input_bytes, progress)
         return f"read in {time.monotonic() - start:.1f} s"
 
-    def line(self, corpus: Corpus, how: str) -> str:
-        """What the corpus is and where it came from."""
-        return (
-            f"{self.field}: {corpus.name}: {len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens, {how}"
-        )
-
     def what_changed(self, before: list[list[Any]]) -> str | None:
         """Which input files are not as they were, in words."""
         old = {str(name): rest for name, *rest in before}
@@ -150,7 +142,7 @@ def _from_cache(wanted: _Wanted, cache: Path, progress: Progress | None, say: Sa
             if alone:  # what processes that were killed have left
                 _remove(*(folder for folder in before if folder.name.startswith(_NEW)))
             _say_what_changed(wanted, before, say)
-            corpus = _build(wanted, place, progress, say)
+            corpus = _build(wanted, place, progress)
             _sweep(cache, place)
     return corpus
 
@@ -160,13 +152,12 @@ def _open(wanted: _Wanted, place: Path, say: Say) -> Corpus | None:
     entry = place / ENTRY
     lease = _Lease(entry)
     try:
-        corpus = open_corpus(place, wanted.source.name, lease)
+        corpus = open_corpus(place, wanted.source.name, lease, "from the cache")
     except Damaged as error:
         damage = str(error)
     else:
         with contextlib.suppress(OSError):  # somebody else's, or read-only
             os.utime(entry)
-        say(wanted.line(corpus, "from the cache"))
         return corpus
     if entry.exists():
         say(f"{wanted.field}: the cache entry {place} is damaged ({damage}); reading {wanted.source.name} again")
@@ -175,21 +166,19 @@ def _open(wanted: _Wanted, place: Path, say: Say) -> Corpus | None:
     return None
 
 
-def _build(wanted: _Wanted, place: Path, progress: Progress | None, say: Say) -> Corpus:
+def _build(wanted: _Wanted, place: Path, progress: Progress | None) -> Corpus:
     new = place.parent / f"{_NEW}{secrets.token_hex(12)}"
     with writing():
         new.mkdir()
     try:
-        how = wanted.write(new, progress)
+        origin = wanted.write(new, progress)
         with contextlib.suppress(OSError):  # not empty: another process was first, with the same
             new.rename(place)
-        corpus = open_corpus(place, wanted.source.name, _Lease(place / ENTRY))
+        return open_corpus(place, wanted.source.name, _Lease(place / ENTRY), origin)
     except Damaged as error:
         raise CannotWrite(f"{place} is damaged: {error}") from error
     finally:
         _remove(new)
-    say(wanted.line(corpus, how))
-    return corpus
 
 
 class _Lease:

@@ -51,6 +51,7 @@ class Corpus:
     Document ``d`` is ``tokens_N[offsets[d]:offsets[d + 1]]``; ``hashes_D`` are 64-bit hashes of the texts, ``counts_V``
     how often each id occurs. ``digest`` is a hash of the tokens and the document borders. ``text_bytes`` is the size
     of the documents' UTF-8 text; ``blank`` counts the documents of white space alone, which were skipped.
+    ``origin`` says in words whether it was read or found.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Corpus:
     digest: str
     text_bytes: int
     blank: int
+    origin: str
 
     @property
     def starts_D(self) -> np.ndarray:
@@ -141,8 +143,8 @@ def write_corpus(
     _write(folder / ENTRY, json.dumps(entry, indent=1).encode())
 
 
-def open_corpus(folder: Path, name: str, lease: object) -> Corpus:
-    """The corpus in ``folder``, mapped; ``lease`` keeps the folder in place.
+def open_corpus(folder: Path, name: str, lease: object, origin: str) -> Corpus:
+    """The corpus in ``folder``, mapped; ``lease`` keeps the folder in place, ``origin`` goes into the corpus.
 
     Raise ``Damaged`` unless the sizes, a checksum of all but the tokens, and the last tokens of some documents are
     what was written.
@@ -164,7 +166,7 @@ def open_corpus(folder: Path, name: str, lease: object) -> Corpus:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # not there, no JSON, another JSON
         raise Damaged(getattr(error, "strerror", None) or str(error) or "unreadable") from error
     kept = {key: entry[key] for key in ("digest", "text_bytes", "blank")}
-    return Corpus(name, tokens_N, offsets, hashes_D, counts_V, **kept)
+    return Corpus(name, tokens_N, offsets, hashes_D, counts_V, **kept, origin=origin)
 
 
 class _Output:

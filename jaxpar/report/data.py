@@ -106,6 +106,7 @@ def render(description: dict[str, Any]) -> str:
         f"{run['tokens']:,} tokens",
         f"held out   unigram entropy {entropy:.4f} nats/token" if entropy is not None else "held out   nothing",
         f"batches    fingerprint {description['fingerprint']}",
+        *(f"source     {_short(source['name'], 60)}: {source['origin']}" for source in sources),
         "",
     ]
     table: list[tuple[str, ...]] = [("source", "mixture", "documents", "blank", "tokens", "bytes/token", "epochs")]

@@ -192,6 +192,9 @@ class _Training:
             f"batch    {train.global_batch} sequences x {train.seq_len} tokens = "
             f"{self.experiment.tokens_per_step:,} tokens a step{accumulated}; {train.steps:,} steps"
         )
+        for corpus in self.data.corpora:
+            size = f"{len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens"
+            self._say(f"data     {corpus.name}: {size}, {corpus.origin}")
         self.entropy = entropy = self.data.unigram_entropy()
         tokens = sum(source.counts()["tokens"] for source in self.data.train.sources)
         held = "" if entropy is None else f"; unigram entropy of the held-out text {entropy:.3f} nats/token"
