@@ -3,6 +3,7 @@
     jaxpar train CONFIG     train, in a new run folder
     jaxpar generate RUN     what a run's model writes after a prompt
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
+    jaxpar data CONFIG      what the model will see: sources, packing, document lengths, decoded rows
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
     jaxpar tokenizer train  a byte-level BPE tokenizer from the text of a CONFIG, or of files
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         "generate": _generate,
         "tokenizer": _tokenizer,
         "show": _show,
+        "data": _data,
         "parity": _parity,
         "bench": _bench,
         "report": _report,
@@ -98,6 +100,12 @@ def _folder(text: str) -> Path:
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is not a folder of this machine's file systems")
     return Path(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of rows, 0 or more")
+    return int(text)
 
 
 def _experiment(name: str, smoke: bool, overrides: list[str]) -> Any:
@@ -261,6 +269,34 @@ def _show(arguments: list[str]) -> int:
 
     description = describe_program(Program(experiment, start_devices(options.devices)))
     print(json.dumps(description, indent=1) if options.json else render(description))
+    return 0
+
+
+def _data(arguments: list[str]) -> int:
+    name, rest = _split("data", arguments)
+    parser = _Parser(prog="jaxpar data CONFIG", description="Show what a model will see.", allow_abbrev=False)
+    parser.add_argument("--smoke", action="store_true", help="of the config's smoke()")
+    parser.add_argument("--examples", type=_count, default=2, metavar="N", help="training rows to show; default: 2")
+    parser.add_argument("--figure", type=_folder, metavar="PATH", help="draw the lengths of the documents, as a PNG")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options, overrides = _parse(parser, name, rest)
+    experiment = _experiment(name, options.smoke, overrides)
+    experiment.validate()
+    if options.figure and options.figure.suffix != ".png":
+        raise ConfigError(
+            "--figure", str(options.figure), "is no name of a PNG", f"{options.figure.with_suffix('.png')}"
+        )
+
+    from jaxpar.report.data import describe_data, draw_lengths, render
+    from jaxpar.runtime.loop import load_data
+
+    data = load_data(experiment, quiet=options.json)
+    description = describe_data(experiment, data, options.examples)
+    print(json.dumps(description, indent=1) if options.json else render(description))
+    if options.figure:
+        draw_lengths(data, options.figure, Path(name).stem)
+        if not options.json:
+            print(f"\nfigure     {options.figure}")
     return 0
 
 

@@ -1,8 +1,11 @@
 """Every test runs on eight virtual CPU devices."""
 
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-tests-")  # no test reads or writes the user's tokens
 
 import jax
 import pytest
@@ -15,6 +18,11 @@ def pytest_configure(config):
     cache = getattr(config, "cache", None)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir(f"jax-{jax.__version__}")))
+
+
+def pytest_unconfigure():
+    """What the tests tokenised goes."""
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxpar.data.corpus import Corpus, Progress, tokenise
+from jaxpar.data.cache import Say, cache_folder, read_corpus
+from jaxpar.data.corpus import Corpus, Progress
 from jaxpar.data.loader import Loader
+from jaxpar.data.mapped import TemporaryFolder
 from jaxpar.data.mixture import fold
 from jaxpar.data.packing import PACKINGS, PackedRows, pack
 from jaxpar.data.sources import Source, StandardLibrary
@@ -33,6 +35,8 @@ class DataConfig:
     - ``eval_fraction``: the share of each source's documents held out for evaluation.
     - ``mask_documents``: whether documents in one row are kept apart (segments, positions, targets).
     - ``workers``, ``prefetch``: processes and batches ahead, see ``Loader``; they never change what is loaded.
+    - ``cache``: the folder that keeps the tokens for the next start, see ``cache``; ``"auto"`` is ``jaxpar/tokens`` in
+      the user's cache folder (``XDG_CACHE_HOME``), None keeps nothing. It never changes what is loaded either.
     """
 
     sources: tuple[Source, ...] = (StandardLibrary(),)
@@ -43,6 +47,7 @@ class DataConfig:
     mask_documents: bool = True
     workers: int = 0
     prefetch: int = 2
+    cache: str | None = "auto"
 
     def validate(self) -> None:
         """Raise ``ConfigError`` for the first field that cannot work; reads no text."""
@@ -61,6 +66,9 @@ class DataConfig:
         for name in ("workers", "prefetch"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"data.{name}", getattr(self, name), "is negative", "0 or more")
+        if self.cache is not None and (not self.cache or "://" in self.cache):
+            rule = "is no folder of this machine's file systems"
+            raise ConfigError("data.cache", self.cache, rule, "a path, auto, none")
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ class Data:
                 "share": float(share),
                 "documents": len(corpus.lengths_D),
                 "tokens": len(corpus.tokens_N),
+                "origin": corpus.origin,
                 "train": train.counts(),
                 "eval": held.counts() if held else None,
             }
@@ -119,29 +128,44 @@ class Data:
             return None
         smoothed_V = np.ones(self.tokenizer.vocab_size)
         targets_V = np.zeros(self.tokenizer.vocab_size)
-        for train, held_out in zip(self.train.sources, self.evaluation.sources, strict=True):
-            smoothed_V += train.token_counts(self.tokenizer.vocab_size)[0]
-            targets_V += held_out.token_counts(self.tokenizer.vocab_size)[1]
+        for corpus, held_out in zip(self.corpora, self.evaluation.sources, strict=True):
+            held_inputs_V, held_targets_V = held_out.token_counts(self.tokenizer.vocab_size)
+            smoothed_V += corpus.counts_V - held_inputs_V
+            targets_V += held_targets_V
         return float(-targets_V @ np.log(smoothed_V / smoothed_V.sum()) / max(targets_V.sum(), 1))
 
 
-def build_data(config: DataConfig, seq_len: int, seed: int, progress: Progress | None = None) -> Data:
-    """Read, tokenise, split and pack: all that happens before the first batch.
+def build_data(
+    config: DataConfig, seq_len: int, seed: int, progress: Progress | None = None, say: Say | None = None
+) -> Data:
+    """Read and tokenise, or find in the cache, then split and pack: all that happens before the first batch.
 
-    ``progress(source, documents, tokens)`` is called as tokenisation goes on. Raise ``ConfigError`` naming the field
-    for anything that cannot work.
+    ``progress`` is called as tokenisation goes on, ``say`` with a line for the user about what the cache does not have
+    or cannot do. Raise ``ConfigError`` naming the field for anything that cannot work.
     """
     if seq_len < 1:
         raise ConfigError("seq_len", seq_len, "is no length", "1 or more")
     config.validate()
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
+    cache = cache_folder(config.cache)
+    files = TemporaryFolder() if config.workers else None
     corpora, train, held_out = [], [], []
+    said: set[str] = set()
+
+    def say_once(line: str) -> None:
+        if say is not None and line not in said:
+            say(line)
+        said.add(line)
+
     for k, source in enumerate(config.sources):
         name = f"data.sources.{k}"
-        corpus = tokenise(source, name, tokenizer, progress)
+        corpus = read_corpus(source, name, tokenizer, cache, progress, say_once)
         held_out_D = corpus.held_out_D(config.eval_fraction, name)
+        rows = _pack(corpus, _shuffled(np.flatnonzero(~held_out_D), fold(seed, k)), seq_len, config)
+        if files is not None:  # for the workers to map, where each would get a copy
+            rows = rows.in_files(files.store)
         corpora.append(corpus)
-        train.append(_pack(corpus, _shuffled(np.flatnonzero(~held_out_D), fold(seed, k)), seq_len, config))
+        train.append(rows)
         held_out.append(_pack(corpus, np.flatnonzero(held_out_D), seq_len, config))
     stream = Stream(train, [source.weight for source in config.sources], seed)
     return Data(
@@ -156,7 +180,7 @@ def build_data(config: DataConfig, seq_len: int, seed: int, progress: Progress |
 
 def _shuffled(documents: np.ndarray, key: np.ndarray) -> np.ndarray:
     """``documents`` in a random order named by ``key``."""
-    return documents[np.argsort(fold(fold(key, -1), documents), kind="stable")]
+    return documents[np.argsort(fold(fold(key, -1), documents))]  # no two are equal: fold maps them one to one
 
 
 def _pack(corpus: Corpus, documents: np.ndarray, seq_len: int, config: DataConfig) -> PackedRows:
@@ -169,7 +193,7 @@ def _fingerprint(
 ) -> str:
     parts = {
         "version": _ORDER_VERSION,
-        "sources": [corpus.digest() for corpus in corpora],
+        "sources": [corpus.digest for corpus in corpora],
         "shares": [str(share) for share in stream.mixture.shares],
         "tokenizer": [tokenizer.identity, tokenizer.eos],
         "packing": [config.packing, config.mask_documents, seq_len],

@@ -1,19 +1,21 @@
 """Documents into rows of ``seq_len`` tokens, and rows into batches.
 
-Packing is a table of *pieces*, runs of consecutive tokens of one document, and never copies a token; ``fill`` gathers
-any rows of it, in any order, straight into a batch. Nothing is dropped: every token of every document is an input in
+A row is made of *pieces*, runs of consecutive tokens of one document, and packing copies no token; ``fill`` gathers any
+rows, in any order, straight into a batch. Nothing is dropped: every token of every document is an input in
 exactly one row, and ``tokens + padding == rows * seq_len``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 PACKINGS = ("concat", "first_fit")
 
-_COUNT_CHUNK = 1 << 24  # bincount turns its input into 8-byte integers
+_COUNT_TOKENS = 1 << 21  # tokens counted at a time, at some 10 bytes each
 
 Batch = dict[str, np.ndarray]
 """The five arrays [B, S] of a batch:
@@ -26,13 +28,24 @@ Batch = dict[str, np.ndarray]
 """
 
 
+class Pieces(NamedTuple):
+    """The pieces of some rows, by row and column; ``counts_R`` is how many each row has.
+
+    Piece ``p`` is ``tokens_N[starts_P[p]:starts_P[p] + lengths_P[p]]`` at column ``columns_P[p]``, and the target of
+    its last token is ``tokens_N[nexts_P[p]]``, or masked where ``nexts_P[p]`` is -1. The target of any other token is
+    the token after it.
+    """
+
+    counts_R: np.ndarray
+    starts_P: np.ndarray
+    lengths_P: np.ndarray
+    columns_P: np.ndarray
+    nexts_P: np.ndarray
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of one split of one source.
-
-    Row ``r`` holds pieces ``row_offsets[r]:row_offsets[r + 1]``. Piece ``p`` is
-    ``tokens_N[starts_P[p]:starts_P[p] + lengths_P[p]]`` at column ``columns_P[p]``, and the target of its last token is
-    ``tokens_N[nexts_P[p]]``, or masked where ``nexts_P[p]`` is -1. The target of any other token is the token after it.
+    """The rows of one split of one source; made by ``pack``.
 
     With ``mask_documents`` a piece is its own segment with its own positions, and the last token of a document has
     no target. Without, a row is one plain stretch of text: segment 1, positions 0..S-1, and the last token of a
@@ -42,24 +55,37 @@ class PackedRows:
     tokens_N: np.ndarray
     seq_len: int
     mask_documents: bool
-    starts_P: np.ndarray
-    lengths_P: np.ndarray
-    columns_P: np.ndarray
-    nexts_P: np.ndarray
-    row_offsets: np.ndarray
 
     @property
     def rows(self) -> int:
         """Rows in one epoch."""
-        return len(self.row_offsets) - 1
+        raise NotImplementedError
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Pieces, tokens (inputs) and targets that count, of all rows."""
+        raise NotImplementedError
+
+    def pieces(self, rows_R: np.ndarray) -> Pieces:
+        """The pieces of rows ``rows_R``."""
+        raise NotImplementedError
+
+    def in_files(self, store: Callable[[np.ndarray], np.ndarray]) -> PackedRows:
+        """The same rows, with what ``store`` returns for each array but the tokens."""
+        stored: dict[str, Any] = {
+            name: store(value)
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray) and name != "tokens_N"
+        }
+        return replace(self, **stored)
 
     def counts(self) -> dict[str, int | float]:
         """Rows, pieces, tokens (inputs), targets that count, padding, and the filled share of the rows."""
-        tokens, places = int(self.lengths_P.sum()), self.rows * self.seq_len
-        targets = tokens - int((self.nexts_P < 0).sum())
+        pieces, tokens, targets = self.totals
+        places = self.rows * self.seq_len
         return {
             "rows": self.rows,
-            "pieces": len(self.starts_P),
+            "pieces": pieces,
             "tokens": tokens,
             "targets": targets,
             "padding": places - tokens,
@@ -68,34 +94,30 @@ class PackedRows:
 
     def token_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
         """How often each token is an input, and how often a target that counts; two int64 arrays [vocab_size]."""
-        edges = np.zeros(len(self.tokens_N) + 1, np.int8)
-        edges[self.starts_P] += 1
-        edges[self.starts_P + self.lengths_P] -= 1
-        used_N = np.cumsum(edges[:-1], dtype=np.int8).astype(bool)  # pieces never overlap
-        inputs_V = np.zeros(vocab_size, np.int64)
-        for begin in range(0, len(used_N), _COUNT_CHUNK):
-            part = slice(begin, begin + _COUNT_CHUNK)
-            inputs_V += np.bincount(self.tokens_N[part][used_N[part]], minlength=vocab_size)
-        first_V = np.bincount(self.tokens_N[self.starts_P], minlength=vocab_size)
-        next_V = np.bincount(self.tokens_N[self.nexts_P[self.nexts_P >= 0]], minlength=vocab_size)
-        return inputs_V, inputs_V - first_V + next_V  # within a piece, all inputs but the first are targets
+        inputs_V, targets_V = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
+        tokens_N = np.asarray(self.tokens_N)
+        at_once = max(_COUNT_TOKENS // self.seq_len, 1)
+        for row in range(0, self.rows, at_once):
+            _, starts_P, lengths_P, _, nexts_P = self.pieces(np.arange(row, min(row + at_once, self.rows)))
+            spans = zip(starts_P.tolist(), (starts_P + lengths_P).tolist(), strict=True)
+            within = np.bincount(np.concatenate([tokens_N[begin:end] for begin, end in spans]), minlength=vocab_size)
+            first_V = np.bincount(tokens_N[starts_P], minlength=vocab_size)
+            next_V = np.bincount(tokens_N[nexts_P[nexts_P >= 0]], minlength=vocab_size)
+            inputs_V += within
+            targets_V += within - first_V + next_V  # within a piece, all inputs but the first are targets
+        return inputs_V, targets_V
 
     def fill(self, batch: Batch, at_R: np.ndarray, rows_R: np.ndarray) -> None:
         """Write rows ``rows_R`` of this packing into rows ``at_R`` of ``batch``, which hold nothing yet.
 
         One gather for all of them: the work is a few array operations over tokens and pieces, with no loop.
         """
-        first_R = self.row_offsets[rows_R]
-        count_R = self.row_offsets[rows_R + 1] - first_R
+        count_R, start_P, length_P, column_P, next_P = self.pieces(rows_R)
         order_P = _ranges(count_R)  # 0, 1, ... within each row
-        pieces_P = np.repeat(first_R, count_R) + order_P
-        length_P = self.lengths_P[pieces_P]
-        column_P = self.columns_P[pieces_P]
         place_P = np.repeat(at_R * self.seq_len, count_R) + column_P
-        next_P = self.nexts_P[pieces_P]
 
         within_T = _ranges(length_P)  # 0, 1, ... within each piece
-        source_T = np.repeat(self.starts_P[pieces_P], length_P) + within_T
+        source_T = np.repeat(start_P, length_P) + within_T
         place_T = np.repeat(place_P, length_P) + within_T
         last_P = place_P + length_P - 1
 
@@ -111,6 +133,75 @@ class PackedRows:
         else:
             flat["segments"][place_T] = 1
             flat["positions"][place_T] = np.repeat(column_P, length_P) + within_T
+
+
+@dataclass(frozen=True)
+class ConcatRows(PackedRows):
+    """Documents end to end, cut every ``seq_len`` tokens; a row's pieces are found when it is read.
+
+    Document ``d`` starts at ``starts_D[d]`` in the tokens and is ``bounds[d]:bounds[d + 1]`` of the whole: 16 bytes per
+    document.
+    """
+
+    starts_D: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return -(-int(self.bounds[-1]) // self.seq_len)
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        documents, tokens = len(self.starts_D), int(self.bounds[-1])
+        if not documents:
+            return 0, 0, 0
+        both = int(np.count_nonzero(self.bounds[1:-1] % self.seq_len == 0))  # documents that end where a row does
+        return self.rows + documents - 1 - both, tokens, tokens - (documents if self.mask_documents else 1)
+
+    def pieces(self, rows_R: np.ndarray) -> Pieces:
+        begin_R = rows_R * self.seq_len
+        end_R = np.minimum(begin_R + self.seq_len, self.bounds[-1])
+        first_R = np.searchsorted(self.bounds, begin_R, side="right") - 1  # the document of a row's first token
+        counts_R = np.searchsorted(self.bounds, end_R, side="left") - first_R
+        document_P = _spread(first_R, counts_R)
+        begin_P = np.maximum(self.bounds[document_P], np.repeat(begin_R, counts_R))
+        ends_P = self.bounds[document_P + 1]
+        end_P = np.minimum(ends_P, np.repeat(end_R, counts_R))
+        starts_P = self.starts_D[document_P] + begin_P - self.bounds[document_P]
+        following_P = -1 if self.mask_documents else self._start_after(document_P)
+        nexts_P = np.where(end_P == ends_P, following_P, starts_P + end_P - begin_P)
+        return Pieces(counts_R, starts_P, end_P - begin_P, begin_P - np.repeat(begin_R, counts_R), nexts_P)
+
+    def _start_after(self, document_P: np.ndarray) -> np.ndarray:
+        """Where the next document starts, -1 after the last."""
+        last = len(self.starts_D) - 1
+        return np.where(document_P < last, self.starts_D[np.minimum(document_P + 1, last)], -1)
+
+
+@dataclass(frozen=True)
+class FirstFitRows(PackedRows):
+    """A table of pieces, row ``r`` being ``row_offsets[r]:row_offsets[r + 1]`` of it: 32 bytes per piece, 8 per row."""
+
+    row_offsets: np.ndarray
+    starts_P: np.ndarray
+    lengths_P: np.ndarray
+    columns_P: np.ndarray
+    nexts_P: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_offsets) - 1
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        tokens = int(self.lengths_P.sum())
+        return len(self.starts_P), tokens, tokens - int(np.count_nonzero(self.nexts_P < 0))
+
+    def pieces(self, rows_R: np.ndarray) -> Pieces:
+        first_R = self.row_offsets[rows_R]
+        counts_R = self.row_offsets[rows_R + 1] - first_R
+        at = _spread(first_R, counts_R)
+        return Pieces(counts_R, self.starts_P[at], self.lengths_P[at], self.columns_P[at], self.nexts_P[at])
 
 
 def empty_batch(rows: int, seq_len: int) -> Batch:
@@ -136,36 +227,27 @@ def pack(
     cutting, the longest first, each into the fullest row with room for it (best-fit decreasing: at most 11/9 of the
     fewest rows possible, Johnson et al. 1974, SIAM J. Comput. 3(4)).
     """
-    starts_P, lengths_P, row_P, ends_P = (_concat if packing == "concat" else _best_fit)(starts_D, lengths_D, seq_len)
+    if packing == "concat":
+        return ConcatRows(tokens_N, seq_len, mask_documents, starts_D, np.append(0, np.cumsum(lengths_D)))
+    starts_P, lengths_P, row_P, ends_P = _best_fit(starts_D, lengths_D, seq_len)
     nexts_P = starts_P + lengths_P
     if mask_documents:
-        nexts_P = np.where(ends_P, -1, nexts_P)
+        following_P: np.ndarray | int = -1
     else:
-        reachable_P = (row_P[1:] == row_P[:-1]) | (packing == "concat")
-        following_P = np.append(np.where(reachable_P, starts_P[1:], -1), -1)
-        nexts_P = np.where(ends_P, following_P, nexts_P)
+        following_P = np.append(np.where(row_P[1:] == row_P[:-1], starts_P[1:], -1), -1)
+    nexts_P = np.where(ends_P, following_P, nexts_P)
     rows = int(row_P[-1]) + 1 if len(row_P) else 0
     row_offsets = np.searchsorted(row_P, np.arange(rows + 1))
     begin_P = np.cumsum(lengths_P) - lengths_P
     columns_P = begin_P - begin_P[row_offsets[row_P]] if rows else begin_P
-    return PackedRows(tokens_N, seq_len, mask_documents, starts_P, lengths_P, columns_P, nexts_P, row_offsets)
+    return FirstFitRows(tokens_N, seq_len, mask_documents, row_offsets, starts_P, lengths_P, columns_P, nexts_P)
 
 
-_Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+_PiecesByRow = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Start, length and row of each piece, by row, and whether it ends its document."""
 
 
-def _concat(starts_D: np.ndarray, lengths_D: np.ndarray, seq_len: int) -> _Pieces:
-    ends_D = np.cumsum(lengths_D)
-    total = int(ends_D[-1]) if len(ends_D) else 0
-    cuts = np.union1d(np.arange(0, total, seq_len), ends_D)  # every row's first token, every document's end
-    begin_P, end_P = cuts[:-1], cuts[1:]
-    document_P = np.searchsorted(ends_D, begin_P, side="right")
-    into_P = begin_P - (ends_D - lengths_D)[document_P]
-    return starts_D[document_P] + into_P, end_P - begin_P, begin_P // seq_len, end_P == ends_D[document_P]
-
-
-def _best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, seq_len: int) -> _Pieces:
+def _best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, seq_len: int) -> _PiecesByRow:
     count_D = -(-lengths_D // seq_len)
     into_P = _ranges(count_D) * seq_len
     starts_P = np.repeat(starts_D, count_D) + into_P
@@ -197,3 +279,8 @@ def _ranges(counts: np.ndarray) -> np.ndarray:
     """``[0..counts[0]-1, 0..counts[1]-1, ...]`` as one array."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _spread(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``[firsts[0], firsts[0] + 1, ... (counts[0] of them), firsts[1], ...]`` as one array."""
+    return np.repeat(firsts, counts) + _ranges(counts)

@@ -69,8 +69,8 @@ def train(
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
     """The experiment's data, checked against its model."""
-    with _reading_bar(quiet) as progress:
-        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress)
+    with _reading_bar(quiet) as (progress, say):
+        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress, say)
     if data.tokenizer.vocab_size > experiment.model.vocab_size:
         raise ConfigError(
             "model.vocab_size",
@@ -103,14 +103,24 @@ def describe_executable(program: Program) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading_bar(quiet: bool) -> Iterator[Any]:
-    """A progress callback of ``build_data`` that shows documents and tokens read."""
-    with tqdm(desc="reading data", unit=" documents", leave=False, disable=quiet, delay=1.0) as bar:
+    """What ``build_data`` reports to: a bar of tokens, their rate and, where it is known, the time left; and lines."""
+    with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
 
-        def progress(source: str, documents: int, tokens: int) -> None:
-            bar.set_postfix_str(f"{source}: {tokens:,} tokens", refresh=False)
-            bar.update(documents - bar.n)
+        def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
+            if tokens < bar.n:  # the next source
+                bar.reset()
+            bar.total = tokens / share if share else None
+            bar.set_description(f"reading {source}", refresh=False)
+            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
+            bar.update(tokens - bar.n)
 
-        yield progress
+        def say(line: str) -> None:
+            if not quiet:
+                bar.clear()
+                with contextlib.suppress(OSError, ValueError):  # who read the output has gone
+                    print(line, flush=True)
+
+        yield progress, say
 
 
 class _Training:
@@ -204,6 +214,9 @@ class _Training:
             f"batch    {train.global_batch} sequences x {train.seq_len} tokens = "
             f"{self.experiment.tokens_per_step:,} tokens a step{accumulated}; {train.steps:,} steps"
         )
+        for corpus in self.data.corpora:
+            size = f"{len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens"
+            self._say(f"data     {corpus.name}: {size}, {corpus.origin}")
         self.entropy = entropy = self.data.unigram_entropy()
         tokens = sum(source.counts()["tokens"] for source in self.data.train.sources)
         held = "" if entropy is None else f"; unigram entropy of the held-out text {entropy:.3f} nats/token"
@@ -232,6 +245,7 @@ class _Training:
         if metadata["data"] != self.data.fingerprint:
             changed = difference(saved, self.experiment) if saved else {}
             fields = [path for path in changed if path.startswith("data.") or path in ("train.seq_len", "train.seed")]
+            fields = [path for path in fields if path not in ("data.cache", "data.workers", "data.prefetch")]
             raise ConfigError(
                 "data",
                 ", ".join(fields) or "the text itself",
