@@ -4,6 +4,8 @@
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
+    jaxpar import HF_FOLDER --run RUN    a Hugging Face model as a run folder, to fine-tune or to look at
+    jaxpar export RUN HF_FOLDER          a run's parameters as a Hugging Face model
 
 CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of it can be set by a dotted flag:
 ``--optim.learning_rate 1e-3 --mesh.tensor 2``.
@@ -25,6 +27,8 @@ from jaxpar.overrides import apply_overrides, describe, load_config
 from jaxpar.serialize import from_json, type_check
 
 CONFIG = "a config file, its name, or a run folder"
+IMPORT = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
+EXPORT = "Write a run's parameters as a Hugging Face model."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     commands = {"train": _train, "show": _show, "parity": _parity, "bench": _bench}
+    commands |= {"import": _import, "export": _export}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
         return 0
@@ -115,8 +120,12 @@ def _split(command: str, arguments: list[str], default: str | None = None) -> tu
         return arguments[0], arguments[1:]
     if default is not None or "-h" in arguments or "--help" in arguments:
         return default or "", arguments
-    what = "NAME must come first: train" if command == "bench" else f"CONFIG must come first: {CONFIG}"
-    raise JaxparError(f"{command}: {what}")
+    what = {
+        "bench": "NAME must come first: train",
+        "import": "HF_FOLDER must come first: a folder with config.json and model.safetensors",
+        "export": "RUN and HF_FOLDER must come first: a run folder, and a new folder to write",
+    }
+    raise JaxparError(f"{command}: {what.get(command, f'CONFIG must come first: {CONFIG}')}")
 
 
 def _parse(parser: _Parser, name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -240,6 +249,51 @@ def _bench(arguments: list[str]) -> int:
     from jaxpar.runtime.bench_train import run_bench
 
     return run_bench(options.json)
+
+
+def _import(arguments: list[str]) -> int:
+    name, rest = _split("import", arguments)
+    parser = _Parser(prog="jaxpar import HF_FOLDER", description=IMPORT, allow_abbrev=False)
+    parser.add_argument("--run", type=_folder, help="run folder to make; needed")
+    parser.add_argument("--devices", help="N devices to spread it over, a CPU cut into as many; or cpu:N")
+    parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
+    options, overrides = _parse(parser, "", rest)
+    if options.run is None:
+        raise ConfigError("--run", "", "does not say which folder to make", "a new folder")
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.weights.convert import import_folder
+
+    def adjust(experiment: Any) -> Any:
+        experiment = apply_overrides(experiment, overrides)
+        type_check(experiment)
+        return experiment
+
+    devices = start_devices(options.devices)
+    same = import_folder(_folder(name), options.run, devices, print, adjust, options.verify)
+    return 0 if same else 1
+
+
+def _export(arguments: list[str]) -> int:
+    name, rest = _split("export", arguments)
+    target, rest = _split("export", rest)
+    parser = _Parser(prog="jaxpar export RUN HF_FOLDER", description=EXPORT, allow_abbrev=False)
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as imported, else float32")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file; default: 5GB")
+    parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
+    options, overrides = _parse(parser, "", rest)
+    if overrides:
+        raise ConfigError("export", " ".join(overrides), "takes no overrides")
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.weights.convert import export_run
+    from jaxpar.weights.files import parse_size
+
+    most = parse_size(options.max_shard_size)
+    start_devices()
+    same = export_run(Path(name), _folder(target), print, options.dtype, most, options.step, options.verify)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
