@@ -109,7 +109,7 @@ def export_run(
         raise ConfigError("HF_FOLDER", str(target), "is not an empty folder", "a new one")
     program = Program(experiment, [host_device()])
     parts = leaves(program.parameters, experiment.model.post_norms)
-    abstract = program.abstract_state["params"]
+    abstract = program.abstract_params
     restored = checkpoints.restore(step, abstract, only="params")
     values = dict(zip([p.name for p in program.parameters], map(np.asarray, jax.tree.leaves(restored)), strict=True))
 
@@ -164,7 +164,7 @@ def _eos_token(source: Path) -> str | None:
 
 def _read(files: Folder, parts: list[Leaf], program: Program) -> tuple[Any, list[str]]:
     """The parameters on their shards, each read when its turn comes; and the leaves that are not finite."""
-    abstract = program.abstract_state["params"]
+    abstract = program.abstract_params
     not_finite: list[str] = []
 
     def array(leaf: Leaf, at: Any) -> jax.Array:

@@ -12,11 +12,14 @@ _SIZES = {
     "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 3e-4, "max_position_embeddings": 96,
     "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 7000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 24,
+_LLAMA3 = {  # a base so small that the ramps of the scalings fall among five frequencies
+    "rope_type": "llama3", "rope_theta": 20.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 9.0,
+    "original_max_position_embeddings": 90,
 }  # fmt: skip
-_YARN = {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 3.0, "original_max_position_embeddings": 32}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 20.0, "factor": 3.0, "original_max_position_embeddings": 90,
+    "beta_fast": 6.0, "beta_slow": 1.5,
+}  # fmt: skip
 _GEMMA_3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
@@ -27,7 +30,7 @@ _GEMMA_3 = {"query_pre_attn_scalar": 21, "sliding_window": 9, "rope_parameters":
 MODELS = {
     "llama": ("Llama", {"rope_parameters": _LLAMA3}),
     "llama-biased": ("Llama", {"attention_bias": True, "head_dim": 6, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"sliding_window": 11, "rope_parameters": _YARN}),
+    "mistral": ("Mistral", {"sliding_window": 11, "rope_parameters": _YARN, "max_position_embeddings": 270}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}),
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
     "qwen3": ("Qwen3", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
