@@ -55,10 +55,10 @@ def import_folder(
     model, notes = from_huggingface(raw)
     folder = RunFolder(run)
     folder.refuse_a_run()
-    experiment = adjust(_fine_tuning(model, source, folder, raw))
-    program = Program(experiment, devices)
-    parts = leaves(program.parameters, model.post_norms)
     with Folder(source) as files:
+        experiment = adjust(_fine_tuning(model, source, folder, raw))
+        program = Program(experiment, devices)
+        parts = leaves(program.parameters, model.post_norms)
         files.check(parts)
         params, not_finite = _read(files, parts, program)
         dtypes = files.dtypes()
@@ -240,11 +240,11 @@ def _planned(parts: list[Leaf], values: dict[str, np.ndarray], dtypes: dict[str,
 
 
 def _refuse_overflow(parts: list[Leaf], values: dict[str, np.ndarray], dtypes: dict[str, str]) -> None:
-    """float16 ends at 65504."""
+    """What rounds beyond 65504, where float16 ends, would become infinity."""
     for leaf, layer in _in_order(parts):
         if dtypes[leaf.tensor(layer)] == "float16":
             value = values[leaf.name] if leaf.layers is None else values[leaf.name][layer]
-            if np.any(np.isfinite(value) & ~np.isfinite(value.astype(np.float16))):
+            if np.any(np.isfinite(value) & (np.abs(value) >= 65520)):
                 raise JaxparError(f"{leaf.tensor(layer)} has values too large for float16; use --dtype bfloat16")
 
 

@@ -131,7 +131,8 @@ class Folder:
             raise ConfigError(HEAD, list(tied.tensor_shape), rule, "the same matrix, or tie_word_embeddings false")
 
     def _same(self, one: str, other: str, rows: int = 4096) -> bool:
-        pieces = [(slice(i, i + rows), slice(None)) for i in range(0, self.tensors[one].shape[0], rows)]
+        count, width = self.tensors[one].shape
+        pieces = [(slice(i, min(i + rows, count)), slice(0, width)) for i in range(0, count, rows)]
         return all(np.array_equal(self.read(one, at), self.read(other, at), equal_nan=True) for at in pieces)
 
 

@@ -43,8 +43,8 @@ def tensors(folder):
 
 @pytest.mark.parametrize("number, name", list(enumerate(MODELS)))
 def test_logits_and_bytes_come_back(tmp_path, imported, exported, number, name):
-    """Every second model is sharded and lies on eight devices. Every key is one that moves logits: each has been changed
-    by a tenth (a window by one) and moved them by 1e-4 or more, nearly all by 1e-2."""
+    """Every second model is sharded and lies on eight devices. Every key is one that moves logits: each has been
+    changed by a tenth (a window by one) and moved them by 1e-4 or more, nearly all by 1e-2."""
     sharded = number % 2 == 1
     torch_model(name).save_pretrained(tmp_path / "hf", max_shard_size="30KB" if sharded else "5GB")
     assert sharded == (tmp_path / "hf" / "model.safetensors.index.json").exists()

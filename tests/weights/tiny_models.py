@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
+
+from jaxpar.runtime.checkpoints import Checkpoints
 
 _SIZES = {
     "vocab_size": 152, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -95,3 +98,15 @@ def llama_files(path, dtype=np.float32, shards=1, change=None, **keys):
         save_file({name: tensors[name] for name in names if where[name] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return tensors
+
+
+def parameters(run):
+    """The parameters in the newest checkpoint of a run, by name, on one device."""
+    saved = Checkpoints(run / "checkpoints")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name.removeprefix("params."): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+        for name, x in saved.structure(saved.latest()).items()
+        if name.startswith("params.")
+    }
+    return {name: np.asarray(leaf) for name, leaf in saved.restore(saved.latest(), wanted, only="params").items()}
