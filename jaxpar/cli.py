@@ -4,8 +4,8 @@
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
-    jaxpar import HF_FOLDER --run RUN    a Hugging Face model as a run folder, to fine-tune or to look at
-    jaxpar export RUN HF_FOLDER          a run's parameters as a Hugging Face model
+    jaxpar import HF_FOLDER --run RUN  a Hugging Face model becomes a run folder, to train on from
+    jaxpar export RUN HF_FOLDER        a run's parameters become a Hugging Face model
 
 CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of it can be set by a dotted flag:
 ``--optim.learning_rate 1e-3 --mesh.tensor 2``.

@@ -191,19 +191,25 @@ def _config_json(experiment: Experiment, folder: RunFolder) -> dict[str, Any]:
     source = folder.huggingface / "config.json"
     before = _read_json(source) if source.exists() else None
     if before is not None and from_huggingface(before)[0] == canonical(experiment.model):
-        return {"architectures": [architecture_of(before).name], **before}
-    rope = experiment.model.rope
-    scaled = round(rope.factor * rope.original_length) if rope.scaling in ("llama3", "yarn") else 0
-    positions = max(experiment.train.seq_len, scaled)
-    raw = to_huggingface(experiment.model, positions, None if before is None else architecture_of(before))
-    if before is not None:
+        raw = {"architectures": [architecture_of(before).name], **before}
+    else:
+        rope = experiment.model.rope
+        scaled = round(rope.factor * rope.original_length) if rope.scaling in ("llama3", "yarn") else 0
+        positions = max(experiment.train.seq_len, scaled)
+        raw = to_huggingface(experiment.model, positions, None if before is None else architecture_of(before))
+    if before is not None and not _has_own_tokenizer(experiment, folder):
         return {**raw, **{key: before[key] for key in TOKEN_KEYS if key in before}}
     try:
         eos = load_tokenizer(experiment.data.tokenizer, experiment.data.eos_token).eos
     except ConfigError:  # the tokenizer has gone, which ``_write_tokenizer`` says
         eos = experiment.model.vocab_size
-    tokens = dict.fromkeys(TOKEN_KEYS) | {"eos_token_id": eos if eos < experiment.model.vocab_size else None}
-    return {**raw, **tokens}
+    return {**raw, **dict.fromkeys(TOKEN_KEYS), "eos_token_id": eos if eos < experiment.model.vocab_size else None}
+
+
+def _has_own_tokenizer(experiment: Experiment, folder: RunFolder) -> bool:
+    """Whether ``data.tokenizer`` is a file, and not the one that was imported."""
+    before, used = folder.huggingface / "tokenizer.json", Path(experiment.data.tokenizer).expanduser()
+    return used.is_file() and not (before.exists() and filecmp.cmp(used, before, shallow=False))
 
 
 def _dtypes(parts: list[Leaf], folder: RunFolder, dtype: str | None) -> dict[str, str]:
@@ -260,13 +266,14 @@ def _rounded(leaf: Leaf, value: np.ndarray, dtypes: dict[str, str]) -> np.ndarra
 
 def _write_tokenizer(experiment: Experiment, folder: RunFolder, target: Path) -> str | None:
     """The tokenizer of ``data.tokenizer``, and all that came with it; a line where there is none to write."""
-    before, used = folder.huggingface / "tokenizer.json", Path(experiment.data.tokenizer).expanduser()
-    if not used.is_file() or (before.exists() and filecmp.cmp(used, before, shallow=False)):
+    used = Path(experiment.data.tokenizer).expanduser()
+    if not _has_own_tokenizer(experiment, folder):
         _copy(folder.huggingface, target, TOKENIZER_FILES)
-        if before.exists() and used.is_file():
+        if used.is_file():
             return None
         why = "is bytes" if experiment.data.tokenizer == "bytes" else f"{used} is not there"
-        return f"data.tokenizer {why}: " + ("that of the import is written" if before.exists() else "none is written")
+        imported = (folder.huggingface / "tokenizer.json").exists()
+        return f"data.tokenizer {why}: " + ("that of the import is written" if imported else "none is written")
     from tokenizers import Tokenizer
 
     eos = load_tokenizer(str(used), experiment.data.eos_token).eos

@@ -167,6 +167,7 @@ def write(folder: Path, tensors: Iterable[Planned], most: int) -> list[str]:
     try:
         for file, shard in zip(files, shards, strict=True):
             save_file({t.name: t.make() for t in shard}, folder / file, {"format": "pt"})
+            (folder / file).chmod(0o644)  # safetensors makes files for their owner alone
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JaxparError(f"{folder / file} could not be written: {reason}") from error

@@ -150,6 +150,8 @@ def test_another_tokenizer_than_the_imported_one(tmp_path, imported, exported):
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == other.read_bytes()
     config = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
     assert config == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    raw = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (raw["eos_token_id"], raw["bos_token_id"]) == (1, None)  # *wrong* 2 and 1, of the old one
     other.unlink()
     _, lines = exported(tmp_path / "run", tmp_path / "again")
     assert f"note     data.tokenizer {other} is not there: that of the import is written" in lines
