@@ -13,6 +13,7 @@ from jaxpar.errors import ConfigError, divisors
 from jaxpar.mesh.axes import MeshConfig
 from jaxpar.mesh.rules import BATCH_AXES, ShardingRules
 from jaxpar.models.decoder import DecoderConfig
+from jaxpar.models.sampling import SamplesConfig
 from jaxpar.optim.optimizers import AdamWConfig, SGDConfig
 from jaxpar.tasks.language_model import LanguageModelConfig
 
@@ -64,12 +65,13 @@ class Experiment:
     data: DataConfig = DataConfig()
     optim: AdamWConfig | SGDConfig = AdamWConfig()
     train: TrainConfig = TrainConfig()
+    samples: SamplesConfig = SamplesConfig()
     mesh: MeshConfig = MeshConfig()
     rules: ShardingRules = ShardingRules()
 
     def validate(self) -> None:
         """Check every component by itself. Raises ConfigError."""
-        for part in (self.model, self.task, self.data, self.optim, self.train, self.rules):
+        for part in (self.model, self.task, self.data, self.optim, self.train, self.samples, self.rules):
             part.validate()
         self.optim.schedule.validate_for(self.train.steps)
         for name, value in self.scalars().items():

@@ -2,7 +2,7 @@
 
 Text -> ``sources`` -> ``tokenizers`` -> ``corpus`` (flat tokens, train and evaluation split) -> ``packing`` (rows of
 ``seq_len``) -> ``mixture`` (which row is sequence n, in closed form) -> ``stream`` -> ``loader`` (ahead of time, by
-host). No JAX here, and grain and tokenizers are imported only when used.
+host). No JAX here, and grain, tokenizers and what reads a file format are imported only when used.
 
 Read ``build.py`` first (the config and the one entry point), then ``packing.py`` (what a batch holds) and
 ``stream.py`` (the order).
@@ -18,17 +18,22 @@ K sources, S positions of a row, V vocabulary.
 from jaxpar.data.build import Data, DataConfig, build_data
 from jaxpar.data.loader import Loader
 from jaxpar.data.packing import Batch
-from jaxpar.data.sources import JsonLines, Source, StandardLibrary, TextFiles
+from jaxpar.data.records import Filter
+from jaxpar.data.sources import ArrayRecord, JsonLines, Parquet, SavedDataset, Source, StandardLibrary, TextFiles
 from jaxpar.data.stream import Evaluation, Stream
 from jaxpar.data.tokenizers import Tokenizer
 
 __all__ = [
+    "ArrayRecord",
     "Batch",
     "Data",
     "DataConfig",
     "Evaluation",
+    "Filter",
     "JsonLines",
     "Loader",
+    "Parquet",
+    "SavedDataset",
     "Source",
     "StandardLibrary",
     "Stream",

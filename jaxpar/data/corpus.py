@@ -51,22 +51,27 @@ class Corpus:
         return digest.hexdigest()
 
     def held_out_D(self, fraction: float, field: str) -> np.ndarray:
-        """A boolean per document: whether it belongs to the evaluation split.
+        """A boolean per document: whether it belongs to the evaluation split, see ``held_out``."""
+        return held_out(self.hashes_D, fraction, field, self.name)
 
-        A document is held out when the hash of its text, as a number in [0, 1), is below ``fraction``: equal texts
-        fall on the same side, and neither seed nor the other documents matter. The border moves only where that
-        would leave a side empty: then one text (the lowest or the highest hash) is put there.
 
-        Raise ``ConfigError`` when ``fraction`` is above 0 and all documents are one text.
-        """
-        if fraction == 0:
-            return np.zeros(len(self.hashes_D), bool)
-        distinct = np.unique(self.hashes_D)
-        if len(distinct) < 2:
-            rule = f"needs two different documents in every source; {field} ({self.name}) has {len(self.hashes_D)}"
-            raise ConfigError("data.eval_fraction", fraction, rule, "0, more documents, or a separator in TextFiles")
-        below = int(np.searchsorted(distinct, np.uint64(int(fraction * 2**64))))
-        return self.hashes_D < distinct[min(max(below, 1), len(distinct) - 1)]
+def held_out(hashes_D: np.ndarray, fraction: float, field: str, name: str) -> np.ndarray:
+    """A boolean per document of the source ``field``: whether it belongs to the evaluation split.
+
+    A document is held out when the hash of its text, as a number in [0, 1), is below ``fraction``: equal texts fall on
+    the same side, and neither seed nor the other documents matter. The border moves only where that would leave a side
+    empty: then one text (the lowest or the highest hash) is put there.
+
+    Raise ``ConfigError`` when ``fraction`` is above 0 and all documents are one text.
+    """
+    if fraction == 0:
+        return np.zeros(len(hashes_D), bool)
+    distinct = np.unique(hashes_D)
+    if len(distinct) < 2:
+        rule = f"needs two different documents in every source; {field} ({name}) has {len(hashes_D)}"
+        raise ConfigError("data.eval_fraction", fraction, rule, "0, more documents, or a separator in TextFiles")
+    below = int(np.searchsorted(distinct, np.uint64(int(fraction * 2**64))))
+    return hashes_D < distinct[min(max(below, 1), len(distinct) - 1)]
 
 
 def tokenise(source: Source, field: str, tokenizer: Tokenizer, progress: Progress | None = None) -> Corpus:
@@ -85,7 +90,7 @@ def tokenise(source: Source, field: str, tokenizer: Tokenizer, progress: Progres
         ids = tokenizer.encode(texts)
         chunks.append(np.concatenate([part for one in ids for part in (one.astype(dtype, copy=False), end)]))
         lengths += [len(one) + 1 for one in ids]
-        hashes += [_hash(text) for text in texts]
+        hashes += [text_hash(text) for text in texts]
         total += len(chunks[-1])
         if progress is not None:
             progress(source.name, len(lengths), total)
@@ -100,5 +105,6 @@ def _batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _hash(text: str) -> int:
+def text_hash(text: str) -> int:
+    """64 bits that a text and its equals have in common."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")

@@ -77,7 +77,7 @@ def test_import_train_export(capsys, tmp_path):
         ("train runs/llama --run runs/llama", "run: TMP/runs/llama already holds a run"),
         ("import hf --run runs/llama", "run: TMP/runs/llama already holds a run"),
         ("import hf", "--run:  does not say which folder to make (legal: a new folder)"),
-        ("import", "import: HF_FOLDER must come first: a folder with config.json and model.safetensors"),
+        ("import", "import: HF_FOLDER must come first: a folder with config.json"),
         ("import none --run x", "HF_FOLDER: none/config.json cannot be read: No such file or directory"),
         (
             "import hf --run x --train.stesp 3",
