@@ -8,6 +8,8 @@
     jaxpar bench NAME       measurements, as ratios of two things run alternately
     jaxpar tokenizer train  a byte-level BPE tokenizer from the text of a CONFIG, or of files
     jaxpar report RUN ...   one page about a run or several: curves, memory, time, and what differs
+    jaxpar import FOLDER    a Hugging Face model becomes a run folder, to train on from
+    jaxpar export RUN       a run's parameters become a Hugging Face model
 
 CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of it can be set by a dotted flag:
 ``--optim.learning_rate 1e-3 --mesh.tensor 2``.
@@ -29,6 +31,8 @@ from jaxpar.overrides import apply_overrides, describe, load_config
 from jaxpar.serialize import from_json, type_check
 
 CONFIG = "a config file, its name, or a run folder"
+IMPORT = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
+EXPORT = "Write a run's parameters as a Hugging Face model."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         "parity": _parity,
         "bench": _bench,
         "report": _report,
+        "import": _import,
+        "export": _export,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
@@ -382,6 +388,52 @@ def _report(arguments: list[str]) -> int:
 
     print(f"report   {write_report(options.runs, options.output)}")
     return 0
+
+
+def _import(arguments: list[str]) -> int:
+    name, rest = _split("import", arguments, what="HF_FOLDER must come first: a folder with config.json")
+    parser = _Parser(prog="jaxpar import HF_FOLDER", description=IMPORT, allow_abbrev=False)
+    parser.add_argument("--run", type=_folder, help="run folder to make; needed")
+    parser.add_argument("--devices", help="N devices to spread it over, a CPU cut into as many; or cpu:N")
+    parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
+    options, overrides = _parse(parser, "", rest)
+    if options.run is None:
+        raise ConfigError("--run", "", "does not say which folder to make", "a new folder")
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.weights.convert import import_folder
+
+    def adjust(experiment: Any) -> Any:
+        experiment = apply_overrides(experiment, overrides)
+        type_check(experiment)
+        return experiment
+
+    devices = start_devices(options.devices)
+    same = import_folder(_folder(name), options.run, devices, print, adjust, options.verify)
+    return 0 if same else 1
+
+
+def _export(arguments: list[str]) -> int:
+    what = "RUN and HF_FOLDER must come first: a run folder, and a new folder to write"
+    name, rest = _split("export", arguments, what=what)
+    target, rest = _split("export", rest, what=what)
+    parser = _Parser(prog="jaxpar export RUN HF_FOLDER", description=EXPORT, allow_abbrev=False)
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as imported, else float32")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file; default: 5GB")
+    parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
+    options, overrides = _parse(parser, "", rest)
+    if overrides:
+        raise ConfigError("export", " ".join(overrides), "takes no overrides")
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.weights.convert import export_run
+    from jaxpar.weights.files import parse_size
+
+    most = parse_size(options.max_shard_size)
+    start_devices()
+    same = export_run(Path(name), _folder(target), print, options.dtype, most, options.step, options.verify)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

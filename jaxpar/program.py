@@ -138,6 +138,16 @@ class Program:
         return {"params": self._stored, "opt": opt, "step": PartitionSpec(), "skipped": PartitionSpec()}
 
     @functools.cached_property
+    def abstract_params(self) -> Any:
+        """Shapes, dtypes and shardings of the parameters."""
+        return self.tree(
+            [
+                jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=NamedSharding(self.mesh, p.layout.stored))
+                for p in self.parameters
+            ]
+        )
+
+    @functools.cached_property
     def abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(self._new_state, jax.ShapeDtypeStruct((), jnp.int32))
@@ -289,9 +299,8 @@ class Program:
             k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(self.mesh, spec))
             for k, x in self.abstract_batch.items()
         }
-        params = self.abstract_state["params"]
         with self.tracing():
-            return jax.jit(self._evaluate).lower(params, batch, self.scalars()).compile()
+            return jax.jit(self._evaluate).lower(self.abstract_params, batch, self.scalars()).compile()
 
     @functools.cached_property
     def num_parameters(self) -> int:

@@ -162,13 +162,13 @@ def random_params(program):
         std = 0.5 if name == "embedding.table" else 1.5 * shape[1 if name.startswith("layers") else 0] ** -0.5
         return (std * rng.normal(size=shape)).astype(np.float32)
 
-    structure = jax.tree.structure(program.abstract_state["params"])
+    structure = jax.tree.structure(program.abstract_params)
     return jax.tree.unflatten(structure, [fill(p.name, p.shape) for p in program.parameters])
 
 
 def put_params(program, params):
     """``params`` as the Program stores them."""
-    return jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), params, program.abstract_state["params"])
+    return jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), params, program.abstract_params)
 
 
 def put_state(program, params):

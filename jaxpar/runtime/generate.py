@@ -125,7 +125,7 @@ def generate(
     program = Program(for_generation(experiment, len(devices)), devices)
     writer = Writer(program, load_tokenizer(experiment.data.tokenizer, experiment.data.eos_token))
     prompts = [prompt for prompt in prompts for _ in range(samples)]
-    weights = writer.generator.ready(checkpoints.restore(step, program.abstract_state["params"], only="params"))
+    weights = writer.generator.ready(checkpoints.restore(step, program.abstract_params, only="params"))
     alone = len(prompts) == 1 and not as_json
     start = time.perf_counter()
     printed = _Growing(prompts[0]) if alone else None

@@ -238,7 +238,7 @@ class _Training:
         origin = self.experiment.train.init_from
         if origin is None or (self.resume and self.checkpoints.latest() is not None):
             return None
-        return Pretrained(origin, self.program.abstract_state["params"])
+        return Pretrained(origin, self.program.abstract_params)
 
     def _restore(self, step: int, saved: Experiment | None) -> Any:
         metadata = self.checkpoints.metadata(step)

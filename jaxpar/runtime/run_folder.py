@@ -9,7 +9,7 @@
     samples.jsonl    texts that the model wrote as it was trained (``samples.every``), likewise
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     figures/         PNG files
-    huggingface/     of a model that began as one: its config.json, tokenizer files, tensors.json (``jaxpar.weights``)
+    huggingface/     where the model began as theirs: config.json, tokenizer files, tensors.json (``jaxpar.weights``)
     lock             held (flock) by the process that writes; the kernel releases it however that process ends
 """
 
