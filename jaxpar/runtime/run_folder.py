@@ -6,7 +6,10 @@
     compile.json     what compiling it took and what the compiled step needs
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     checkpoints/     see ``jaxpar.runtime.checkpoints``
+    time.json        where the time of all sessions went, at the start and the end of the last one
+    track.json       what finds the run again in its trackers
     figures/         PNG files
+    profile/         traces of ``jax.profiler``; ``tensorboard/`` and ``wandb/`` belong to those trackers
     lock             held (flock) by the process that writes; the kernel releases it however that process ends
 """
 
@@ -89,6 +92,10 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The content of ``config.json``; ``JaxparError`` if the folder holds no readable one."""
         return _read(self.config_file, json.loads)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The JSON file ``name``, empty if there is none; ``JaxparError`` if it cannot be read."""
+        return _read(self.path / name, json.loads) if (self.path / name).exists() else {}
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
         """Write the JSON file ``name``; ``JaxparError`` if that fails."""
