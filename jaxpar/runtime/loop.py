@@ -115,6 +115,7 @@ class _Training:
         self.devices = devices
         flops = experiment.model.flops_per_token(experiment.train.seq_len)
         self.meter = Meter(experiment.tokens_per_step, flops, started)
+        self.trackers = Trackers(self._say)
         self.step = 0  # whose metrics were read last
         self.folder = RunFolder(run)
         keep, every = experiment.train.keep_checkpoints, experiment.train.keep_every
@@ -139,7 +140,7 @@ class _Training:
         self.data = load_data(self.experiment, self.quiet)
         if jax.process_index() == 0:
             self.folder.start(to_json(saved or self.experiment), self.resume)
-        with self.folder, contextlib.ExitStack() as stack:
+        with self.folder, self.trackers:
             first = self.checkpoints.latest() if self.resume else None
             self._introduce(first, saved)
             state = None if first is None else self._restore(first, saved)
@@ -149,7 +150,7 @@ class _Training:
             self.meter.carry_over(self.step, [*earlier, self.folder.read("time.json")])
             self._write_time()
             self.folder.truncate_after(self.step)
-            self.trackers = stack.enter_context(Trackers(self.experiment, self.folder, self.step, earlier, self._say))
+            self.trackers.start(self.experiment, self.folder, self.step, earlier)
             compile_start = time.perf_counter()
             with self.meter.phase("compile"):
                 step = self.program.step

@@ -51,12 +51,10 @@ class Meter:
     @contextlib.contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Charge what happens inside to a phase, and show it under that name in a profile; ``step``: as that step."""
-        profiled: Any = jax.profiler.TraceAnnotation(name)
-        if step is not None:
-            profiled = jax.profiler.StepTraceAnnotation(name, step_num=step)
+        plain, numbered = jax.profiler.TraceAnnotation, jax.profiler.StepTraceAnnotation
         outer = self._switch(name)
         try:
-            with profiled:
+            with plain(name) if step is None else numbered(name, step_num=step):
                 yield
         finally:
             self._switch(outer)

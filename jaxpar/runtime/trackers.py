@@ -47,7 +47,7 @@ class Tracker(Protocol):
 
     where: str  # how to look at it
     key: dict[str, str]  # what finds the run again
-    forgets: bool  # whether a resumed run takes back what came after its checkpoint
+    ahead: bool  # whether it still has what a resumed run will do again
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take numbers of a step; steps never decrease."""
@@ -61,46 +61,50 @@ class Tracker(Protocol):
 class Trackers:
     """The trackers of a run; use it in a ``with``, which finishes them however the run ends.
 
-    ``first`` is the step the run goes on from, ``earlier`` all records so far, those after ``first`` included.
     A tracker that cannot start, or fails later, is switched off with one line. Of several processes, process 0 tracks.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: RunFolder,
-        first: int,
-        earlier: Sequence[Mapping[str, Any]],
-        say: Callable[[str], None],
-    ):
-        config = experiment.track
-        wanted = config.to if jax.process_index() == 0 else ()
+    def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._trackers: dict[str, Tracker] = {}
-        values = flatten(experiment).items()
-        hyperparameters = {k: v if isinstance(v, bool | int | float | str) else word(v) for k, v in values}
-        known = folder.read("track.json") if wanted else {}
-        self._sent: dict[str, set[tuple[int, str]]] = {}
-        for name in wanted:
+        self._reached = 0  # the step up to which trackers that do not forget are ahead of the run
+        self._reached_tags: set[str] = set()  # what they have of that step
+
+    def start(
+        self, experiment: Experiment, folder: RunFolder, first: int, earlier: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Start those of ``experiment.track``, or go on where they were.
+
+        ``first`` is the step that the run goes on from, ``earlier`` all its records, those after ``first`` included.
+        """
+        config = experiment.track
+        if not config.to or jax.process_index() > 0:
+            return
+        leaves = flatten(experiment).items()
+        hyperparameters = {k: v if isinstance(v, bool | int | float | str) else word(v) for k, v in leaves}
+        known = folder.read("track.json")
+        self._reached = max([first, *(record["step"] for record in earlier)])
+        self._reached_tags = {tag for record in earlier if record["step"] == self._reached for tag in tags(record)}
+        if known.get("reached", 0) > self._reached:  # by a session before the last, whose records are gone
+            self._reached, self._reached_tags = known["reached"] + 1, set()
+        for name in config.to:
             key = known.get(name) if known.get(name, {}).get("project") == config.project else None
             with self._off_if_it_fails(name):
-                tracker = _START[name](config, folder.path, hyperparameters, first, key)
-                self._trackers[name] = tracker
-                self._sent[name] = set()
-                if key and not tracker.forgets:
-                    self._sent[name] = {(r["step"], tag) for r in earlier if r["step"] > first for tag in tags(r)}
-                say(f"track    {name}: {tracker.where}")
-        if wanted:
-            folder.write("track.json", {**known, **{name: tracker.key for name, tracker in self._trackers.items()}})
+                tracker = self._trackers[name] = _START[name](config, folder.path, hyperparameters, first, key)
+                self._say(f"track    {name}: {tracker.where}")
+        keys = {name: tracker.key for name, tracker in self._trackers.items()}
+        folder.write("track.json", {**known, **keys, "reached": max(known.get("reached", 0), self._reached)})
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Mirror a record of metrics.jsonl."""
-        values = tags(record)
+        step, values = record["step"], tags(record)
+        have = values.keys() if step < self._reached else self._reached_tags if step == self._reached else ()
+        new = {tag: value for tag, value in values.items() if tag not in have}
         for name, tracker in list(self._trackers.items()):
-            fresh = {tag: value for tag, value in values.items() if (record["step"], tag) not in self._sent[name]}
-            if fresh:
+            wanted = new if tracker.ahead else values
+            if wanted:
                 with self._off_if_it_fails(name):
-                    tracker.log(record["step"], fresh)
+                    tracker.log(step, wanted)
 
     @contextlib.contextmanager
     def _off_if_it_fails(self, name: str) -> Iterator[None]:
@@ -143,7 +147,7 @@ class _TensorBoard:
     run would then wait for its queue for ever.
     """
 
-    forgets = True
+    ahead = False  # it forgets what came after the checkpoint
 
     def __init__(
         self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
@@ -185,8 +189,6 @@ class _WandB:
     What was sent cannot be taken back: steps that a resumed run takes again are not sent again.
     """
 
-    forgets = False
-
     def __init__(
         self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
     ):
@@ -203,6 +205,7 @@ class _WandB:
             reinit="create_new",
             settings=wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS),
         )
+        self.ahead = key is not None
         self._run.define_metric("*", step_metric="step")
         here = f"wandb sync {Path(self._run.dir).parent}"
         self.where = here if self._run.offline else self._run.url or here
@@ -221,8 +224,6 @@ class _Trackio:
     What was sent cannot be taken back: steps that a resumed run takes again are not sent again.
     """
 
-    forgets = False
-
     def __init__(
         self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
     ):
@@ -233,6 +234,7 @@ class _Trackio:
         resume = "allow" if key else "never"
         with _quiet():
             self._run = trackio.init(config.project, name, config=hyperparameters, resume=resume, embed=False)
+        self.ahead = key is not None
         self.where = f"trackio show --project {config.project}  (run {name})"
         self.key = {"project": config.project, "name": name}
 
