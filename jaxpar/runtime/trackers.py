@@ -11,6 +11,7 @@ import importlib.util
 import io
 import math
 import secrets
+import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,10 +142,10 @@ def tags(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """Event files in ``tensorboard/`` of the run folder.
+    """Event files in ``tensorboard/`` of the run folder, with the messages and check sums of tensorboardX.
 
-    Written here and now, not by tensorboardX's SummaryWriter: its thread dies of a full disk without a word, and the
-    run would then wait for its queue for ever.
+    Not by its SummaryWriter, whose thread dies of a full disk without a word, after which a full queue stops the run;
+    nor by its file writer, which waits for the disk at every flush.
     """
 
     ahead = False  # it forgets what came after the checkpoint
@@ -152,16 +153,17 @@ class _TensorBoard:
     def __init__(
         self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
     ):
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.record_writer import masked_crc32c
         from tensorboardX.summary import hparams
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._crc = Event, Summary, masked_crc32c
         place = folder / "tensorboard"
         place.mkdir(exist_ok=True)
-        # Readers go through the files of a folder in the order of their names, which begin with the second.
-        self._writer = EventsWriter(str(place / "events"), f".{time.time_ns()}")
+        # Readers go through the files of a folder in the order of their names.
+        self._file = io.FileIO(place / f"events.out.tfevents.{time.time_ns():020}", "x")
+        self._write(file_version="brain.Event:2")
         self._write(step=first + 1, session_log=SessionLog(status=SessionLog.START))  # forget this step and later ones
         definition, start, self._end = hparams(hyperparameters, {"train/loss": 0, "eval/loss": 0})
         self._write(summary=definition)
@@ -170,8 +172,11 @@ class _TensorBoard:
         self.key = {"project": config.project}
 
     def _write(self, **content: Any) -> None:
-        self._writer.write_event(self._event(wall_time=time.time(), **content))
-        self._writer.flush()
+        """Append an event as a TFRecord: length, its check sum, the message, its check sum."""
+        message = self._event(wall_time=time.time(), **content).SerializeToString()
+        length = struct.pack("<Q", len(message))
+        sums = [struct.pack("<I", self._crc(part)) for part in (length, message)]
+        self._file.write(length + sums[0] + message + sums[1])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
@@ -180,7 +185,7 @@ class _TensorBoard:
     def finish(self, failed: bool) -> None:
         if not failed:
             self._write(summary=self._end)
-        self._writer.close()
+        self._file.close()
 
 
 class _WandB:
