@@ -7,6 +7,7 @@ The run folder stays the source of truth: a tracker that fails is switched off w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import math
@@ -43,12 +44,25 @@ def check_trackers(config: TrackConfig) -> None:
             raise ConfigError("track.to", "wandb", "needs a login", "`wandb login`, or WANDB_MODE=offline")
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a tracker begins or goes on with."""
+
+    folder: Path  # of the run
+    project: str
+    name: str
+    hyperparameters: Hyperparameters
+    first: int  # the step that the run goes on from
+    latest: int  # the last step that was written down, which a run that crashed takes again
+    key: dict[str, Any] | None  # what ``Tracker.key`` was in the session before; none: it was not there
+
+
 class Tracker(Protocol):
     """One place where a run is mirrored."""
 
     where: str  # how to look at it
-    key: dict[str, str]  # what finds the run again
-    ahead: bool  # whether it still has what a resumed run will do again
+    key: dict[str, Any]  # what finds the run again; "project" among it
+    has: int  # the last step it has and keeps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take numbers of a step; steps never decrease."""
@@ -68,13 +82,12 @@ class Trackers:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._trackers: dict[str, Tracker] = {}
-        self._reached = 0  # the step up to which trackers that do not forget are ahead of the run
-        self._reached_tags: set[str] = set()  # what they have of that step
+        self._has: dict[str, tuple[int, set[str]]] = {}  # a tracker has all before this step, and these tags of it
 
     def start(
         self, experiment: Experiment, folder: RunFolder, first: int, earlier: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Start those of ``experiment.track``, or go on where they were.
+        """Start those of ``experiment.track``, or go on where they were, and send what they lack.
 
         ``first`` is the step that the run goes on from, ``earlier`` all its records, those after ``first`` included.
         """
@@ -83,29 +96,35 @@ class Trackers:
             return
         leaves = flatten(experiment).items()
         hyperparameters = {k: v if isinstance(v, bool | int | float | str) else word(v) for k, v in leaves}
+        latest = max([first, *(record["step"] for record in earlier)])
+        start = Start(
+            folder.path, config.project, config.name or folder.path.name, hyperparameters, first, latest, None
+        )
         known = folder.read("track.json")
-        self._reached = max([first, *(record["step"] for record in earlier)])
-        self._reached_tags = {tag for record in earlier if record["step"] == self._reached for tag in tags(record)}
-        if known.get("reached", 0) > self._reached:  # by a session before the last, whose records are gone
-            self._reached, self._reached_tags = known["reached"] + 1, set()
         for name in config.to:
-            key = known.get(name) if known.get(name, {}).get("project") == config.project else None
+            key = known.get(name)
             with self._off_if_it_fails(name):
-                tracker = self._trackers[name] = _START[name](config, folder.path, hyperparameters, first, key)
+                same = key is not None and key["project"] == config.project
+                tracker = self._trackers[name] = _START[name](dataclasses.replace(start, key=key if same else None))
                 self._say(f"track    {name}: {tracker.where}")
-        keys = {name: tracker.key for name, tracker in self._trackers.items()}
-        folder.write("track.json", {**known, **keys, "reached": max(known.get("reached", 0), self._reached)})
+                last = {tag for record in earlier if record["step"] == tracker.has for tag in tags(record)}
+                self._has[name] = (tracker.has, last) if tracker.has <= latest else (tracker.has + 1, set())
+                for record in earlier:
+                    if record["step"] <= first:
+                        self._send(name, record)
+        folder.write("track.json", {**known, **{name: tracker.key for name, tracker in self._trackers.items()}})
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Mirror a record of metrics.jsonl."""
-        step, values = record["step"], tags(record)
-        have = values.keys() if step < self._reached else self._reached_tags if step == self._reached else ()
-        new = {tag: value for tag, value in values.items() if tag not in have}
-        for name, tracker in list(self._trackers.items()):
-            wanted = new if tracker.ahead else values
-            if wanted:
-                with self._off_if_it_fails(name):
-                    tracker.log(step, wanted)
+        for name in list(self._trackers):
+            with self._off_if_it_fails(name):
+                self._send(name, record)
+
+    def _send(self, name: str, record: Mapping[str, Any]) -> None:
+        step, (has, last) = record["step"], self._has[name]
+        values = {tag: value for tag, value in tags(record).items() if step > has or (step == has and tag not in last)}
+        if values:
+            self._trackers[name].log(step, values)
 
     @contextlib.contextmanager
     def _off_if_it_fails(self, name: str) -> Iterator[None]:
@@ -148,28 +167,27 @@ class _TensorBoard:
     nor by its file writer, which waits for the disk at every flush.
     """
 
-    ahead = False  # it forgets what came after the checkpoint
-
-    def __init__(
-        self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
-    ):
+    def __init__(self, start: Start):
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.record_writer import masked_crc32c
         from tensorboardX.summary import hparams
 
         self._event, self._summary, self._crc = Event, Summary, masked_crc32c
-        place = folder / "tensorboard"
+        place = start.folder / "tensorboard"
         place.mkdir(exist_ok=True)
         # Readers go through the files of a folder in the order of their names.
         self._file = io.FileIO(place / f"events.out.tfevents.{time.time_ns():020}", "x")
         self._write(file_version="brain.Event:2")
-        self._write(step=first + 1, session_log=SessionLog(status=SessionLog.START))  # forget this step and later ones
-        definition, start, self._end = hparams(hyperparameters, {"train/loss": 0, "eval/loss": 0})
+        self.has = start.first if start.key else 0
+        self._write(
+            step=self.has + 1, session_log=SessionLog(status=SessionLog.START)
+        )  # readers forget what came later
+        definition, session, self._end = hparams(start.hyperparameters, {"train/loss": 0, "eval/loss": 0})
         self._write(summary=definition)
-        self._write(summary=start)
+        self._write(summary=session)
         self.where = f"tensorboard --logdir {place}"
-        self.key = {"project": config.project}
+        self.key = {"project": start.project}
 
     def _write(self, **content: Any) -> None:
         """Append an event as a TFRecord: length, its check sum, the message, its check sum."""
@@ -191,30 +209,31 @@ class _TensorBoard:
 class _WandB:
     """A run of Weights & Biases, with its local files in ``wandb/`` of the run folder.
 
-    What was sent cannot be taken back: steps that a resumed run takes again are not sent again.
+    What was sent cannot be taken back: steps that a resumed run takes again are not sent again. Each session that runs
+    offline is one part of the run for `wandb sync`; what a killed one had not written to its file is missing.
     """
 
-    def __init__(
-        self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
-    ):
+    def __init__(self, start: Start):
         import wandb
 
+        key = start.key
         self._run = wandb.init(
-            project=config.project,
-            name=config.name or folder.name,
+            project=start.project,
+            name=start.name,
             id=key["id"] if key else None,
             resume="allow" if key else None,
-            dir=folder,
-            config=hyperparameters,
+            dir=start.folder,
+            config=start.hyperparameters,
             allow_val_change=True,  # a resumed run may have another learning rate
             reinit="create_new",
             settings=wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS),
         )
-        self.ahead = key is not None
         self._run.define_metric("*", step_metric="step")
+        reached = max(start.latest, key["reached"]) if key else 0  # further than `latest` after two crashes
+        self.has = reached if self._run.offline or not key else int(self._run.summary.get("step", 0))
+        self.key = {"project": start.project, "id": self._run.id, "reached": max(reached, self.has)}
         here = f"wandb sync {Path(self._run.dir).parent}"
         self.where = here if self._run.offline else self._run.url or here
-        self.key = {"project": config.project, "id": self._run.id}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -229,19 +248,17 @@ class _Trackio:
     What was sent cannot be taken back: steps that a resumed run takes again are not sent again.
     """
 
-    def __init__(
-        self, config: TrackConfig, folder: Path, hyperparameters: Hyperparameters, first: int, key: dict | None
-    ):
+    def __init__(self, start: Start):
         import trackio
 
         # trackio finds a run by its name: another run folder may have the same
-        name = key["name"] if key else f"{config.name or folder.name}-{secrets.token_hex(2)}"
-        resume = "allow" if key else "never"
+        name = start.key["name"] if start.key else f"{start.name}-{secrets.token_hex(2)}"
+        resume = "allow" if start.key else "never"
         with _quiet():
-            self._run = trackio.init(config.project, name, config=hyperparameters, resume=resume, embed=False)
-        self.ahead = key is not None
-        self.where = f"trackio show --project {config.project}  (run {name})"
-        self.key = {"project": config.project, "name": name}
+            self._run = trackio.init(start.project, name, config=start.hyperparameters, resume=resume, embed=False)
+        self.has = max(0, self._run._next_step - 1)
+        self.where = f"trackio show --project {start.project}  (run {name})"
+        self.key = {"project": start.project, "name": name}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with _quiet():
