@@ -36,7 +36,7 @@ class TrainConfig:
     keep_every: int | None = None  # and every multiple of this many steps; none: only the newest
     log_every: int = 1  # steps between lines of metrics.jsonl
     max_skipped: int = 5  # consecutive non-finite steps, each skipped whole, after which the run stops
-    profile: str | None = None  # FIRST:STOP, steps to trace from FIRST up to, not including, STOP; a run begins at 1
+    profile: str | None = None  # steps to trace, FIRST:STOP: 10:13 is 10, 11 and 12; the first step of a run is 1
 
     def validate(self) -> None:
         """Raise ConfigError for counts that cannot be."""
@@ -72,7 +72,7 @@ class TrainConfig:
 class TrackConfig:
     """Where a run is mirrored, beside its folder."""
 
-    to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # one or more, such as tensorboard,trackio
     project: str = "jaxpar"  # of W&B and trackio
     name: str | None = None  # of the run there; none: that of the run folder
 

@@ -35,7 +35,8 @@ def check_trackers(config: TrackConfig) -> None:
     """Raise ConfigError for a tracker that is not installed, or that nobody has logged in to."""
     for name in config.to:
         package = PACKAGES[name]
-        if importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # a folder wandb/ of earlier runs looks like a package without a file
             raise ConfigError("track.to", name, f"needs a package that is not there: pip install {package}")
     if "wandb" in config.to:
         import wandb

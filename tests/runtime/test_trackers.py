@@ -28,8 +28,6 @@ from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.runtime.trackers import Trackers, check_trackers, tags
 from jaxpar.serialize import flatten
 
-INSTALLED = [name for name, package in trackers.PACKAGES.items() if importlib.util.find_spec(package)]
-
 
 def needs(*packages):
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
@@ -469,9 +467,10 @@ def test_only_process_0_tracks(tmp_path, monkeypatch):
 # What is refused before anything is read or compiled
 
 
+@pytest.mark.parametrize("spec", [None, types.SimpleNamespace(origin=None)], ids=["nothing", "a folder of that name"])
 @pytest.mark.parametrize("name", trackers.PACKAGES)
-def test_a_package_that_is_not_there(tiny, one_device, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: None)
+def test_a_package_that_is_not_there(tiny, one_device, tmp_path, monkeypatch, name, spec):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: spec)
     monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("read"))
     with pytest.raises(ConfigError) as error:
         train(tracked(tiny(), name), tmp_path / "run", one_device)
@@ -488,7 +487,7 @@ def test_wandb_without_a_login(monkeypatch, mode, key, refused):
     settings = types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode))
     wandb = types.SimpleNamespace(setup=lambda: settings, login=lambda prompt, verify: key)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: package)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: types.SimpleNamespace(origin="here"))
     if refused:
         with pytest.raises(
             ConfigError, match=r"^track\.to: wandb needs a login \(legal: `wandb login`, or WANDB_MODE=of"
