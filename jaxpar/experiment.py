@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ class TrainConfig:
     keep_every: int | None = None  # and every multiple of this many steps; none: only the newest
     log_every: int = 1  # steps between lines of metrics.jsonl
     max_skipped: int = 5  # consecutive non-finite steps, each skipped whole, after which the run stops
+    profile: str | None = None  # steps to trace, FIRST:STOP: 10:13 is 10, 11 and 12; the first step of a run is 1
 
     def validate(self) -> None:
         """Raise ConfigError for counts that cannot be."""
@@ -54,6 +56,35 @@ class TrainConfig:
                 f"does not divide train.global_batch {self.global_batch}",
                 divisors(self.global_batch),
             )
+        self.profiled_steps()
+
+    def profiled_steps(self) -> range:
+        """The steps to trace, numbered as in metrics.jsonl. Raises ConfigError."""
+        if self.profile is None:
+            return range(0)
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        steps = range(*map(int, found.groups())) if found else range(0)
+        if not steps or steps[0] < 1 or steps[-1] > self.steps:
+            rule = f"is no range FIRST:STOP of this run's steps 1 to {self.steps}"
+            raise ConfigError("train.profile", self.profile, rule, "such as 10:13 for steps 10, 11 and 12")
+        return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackConfig:
+    """Where a run is mirrored, beside its folder."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # one or more, such as tensorboard,trackio
+    project: str = "jaxpar"  # of W&B and trackio
+    name: str | None = None  # of the run there; none: that of the run folder
+
+    def validate(self) -> None:
+        """Raise ConfigError for a tracker named twice, or a name that some tracker does not take."""
+        if len(set(self.to)) < len(self.to):
+            raise ConfigError("track.to", ",".join(self.to), "names a tracker twice", "each once")
+        for field, text in (("project", self.project), ("name", self.name)):
+            if text is not None and not re.fullmatch(r"[\w-][\w. -]{0,99}", text):
+                raise ConfigError(f"track.{field}", repr(text), "is no name", "letters, digits and _-. up to 100")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +99,11 @@ class Experiment:
     samples: SamplesConfig = SamplesConfig()
     mesh: MeshConfig = MeshConfig()
     rules: ShardingRules = ShardingRules()
+    track: TrackConfig = TrackConfig()
 
     def validate(self) -> None:
         """Check every component by itself. Raises ConfigError."""
-        for part in (self.model, self.task, self.data, self.optim, self.train, self.samples, self.rules):
+        for part in (self.model, self.task, self.data, self.optim, self.train, self.samples, self.rules, self.track):
             part.validate()
         self.optim.schedule.validate_for(self.train.steps)
         for name, value in self.scalars().items():

@@ -29,9 +29,11 @@ from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.generate import Writer
-from jaxpar.runtime.metrics import Meter
+from jaxpar.runtime.metrics import Meter, memory
 from jaxpar.runtime.pretrained import Pretrained
+from jaxpar.runtime.profile import Profile
 from jaxpar.runtime.run_folder import RunFolder
+from jaxpar.runtime.trackers import Trackers, check_trackers
 from jaxpar.serialize import difference, from_json, to_json
 
 
@@ -127,9 +129,14 @@ class _Training:
     """One call of ``train``."""
 
     def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool):
+        started = time.perf_counter()
         self.experiment, self.resume, self.quiet = experiment, resume, quiet
         self.program = Program(experiment, devices)
         self.devices = devices
+        flops = experiment.model.flops_per_token(experiment.train.seq_len)
+        self.meter = Meter(experiment.tokens_per_step, flops, started)
+        self.trackers = Trackers(self._say)
+        self.step = 0  # whose metrics were read last
         self.folder = RunFolder(run)
         keep, every = experiment.train.keep_checkpoints, experiment.train.keep_every
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, every)
@@ -147,19 +154,27 @@ class _Training:
         """Everything, with the folder locked while it lasts."""
         if not self.resume:
             self.folder.refuse_a_run()
+        if jax.process_index() == 0:
+            check_trackers(self.experiment.track)
         saved = self._saved_config()
         pretrained = self._pretrained()
         self.data = load_data(self.experiment, self.quiet)
         if jax.process_index() == 0:
             self.folder.start(to_json(saved or self.experiment), self.resume)
-        with self.folder:
+        with self.folder, self.trackers:
             first = self.checkpoints.latest() if self.resume else None
             self._introduce(first, saved)
             state = None if first is None else self._restore(first, saved)
             self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
-            self.folder.truncate_after(first or 0)
+            self.step = first or 0
+            earlier = self.folder.read_metrics()
+            self.meter.carry_over(self.step, [*earlier, self.folder.read("time.json")])
+            self._write_time()
+            self.folder.truncate_after(self.step)
+            self.trackers.start(self.experiment, self.folder, self.step, earlier)
             compile_start = time.perf_counter()
-            step = self.program.step
+            with self.meter.phase("compile"):
+                step = self.program.step
             seconds = time.perf_counter() - compile_start
             self._say(f"compiled in {seconds:.1f} s")
             self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(self.program)})
@@ -178,8 +193,13 @@ class _Training:
             except JaxparError as error:  # a full disk
                 raise TrainingStopped(f"{error}; {self._where_to_go_on()}") from error
             finally:
-                with contextlib.suppress(JaxparError):
+                with contextlib.suppress(JaxparError), self.meter.phase("checkpoint"):
                     self.checkpoints.wait()
+                with contextlib.suppress(JaxparError):
+                    self._write_time()
+
+    def _write_time(self) -> None:
+        self.folder.write("time.json", {"step": self.step, **self.meter.seconds()})
 
     def _where_to_go_on(self) -> str:
         with contextlib.suppress(JaxparError):
@@ -269,20 +289,28 @@ class _Training:
         train = self.experiment.train
         peak, source = peak_flops(self.devices)
         self._say(f"peak     {peak / 1e12:.3g} TFLOP/s: {source}" if peak else "peak     unknown: no MFU")
-        flops = self.experiment.model.flops_per_token(train.seq_len)
-        self.meter = Meter(self.experiment.tokens_per_step, flops, peak)
+        self.meter.peak_flops = peak
+        self.profile = Profile(train.profiled_steps(), self.folder.path / "profile", first, self._say)
         done = first  # steps whose metrics have been read
         with (
             _Signals() as signals,
             self.data.loader(train.global_batch, self.sequences, jax.process_index(), jax.process_count()) as loader,
             self._progress_bar(first) as self.bar,
+            self.profile,
+            self.meter.phase("step"),
         ):
             pending = None
             for t in range(first, train.steps):
-                state, metrics = step(state, self.program.put(next(loader)), self.scalars)
-                if pending is not None:
-                    done += 1
-                    self._record(done, pending)
+                if t + 1 in self.profile.edges:
+                    with self.meter.phase("start"):
+                        self.profile.turn()
+                with self.meter.phase("step", t + 1):
+                    with self.meter.phase("data"):
+                        batch = next(loader)
+                    state, metrics = step(state, self.program.put(batch), self.scalars)
+                    if pending is not None:
+                        done += 1
+                        self._record(done, pending)
                 pending = metrics
                 last = t + 1 == train.steps
                 stopping = signals.caught is not None or last
@@ -290,23 +318,26 @@ class _Training:
                 saving = (t + 1) % train.checkpoint_every == 0 or stopping
                 every = self.experiment.samples.every
                 sampling = every is not None and ((t + 1) % every == 0 or last)
-                if evaluating or sampling or saving or self.skipped_in_a_row:
+                looking = evaluating or sampling or saving or t + 2 in self.profile.edges
+                if looking or self.skipped_in_a_row:
                     done += 1
                     self._record(done, pending)
                     pending = None
-                    pause = time.perf_counter()
                     if self.skipped_in_a_row > train.max_skipped:
                         self._give_up(done, state)
                     if evaluating:
-                        self._evaluate(done, state)
+                        with self.meter.phase("evaluate"):
+                            self._evaluate(done, state)
                     if sampling:
-                        self._write_samples(done, state)
+                        with self.meter.phase("evaluate"):
+                            self._write_samples(done, state)
                     if saving:
-                        self._save(done, state)
-                    self.meter.pause(time.perf_counter() - pause)
+                        with self.meter.phase("checkpoint"):
+                            self._save(done, state)
                 if stopping:
                     break
-            self.checkpoints.wait()
+            with self.meter.phase("checkpoint"):
+                self.checkpoints.wait()
             caught = signals.caught if done < train.steps else None
         return self._finish(done, caught)
 
@@ -320,6 +351,7 @@ class _Training:
         """Read a step's metrics, which waits for the device, and write them down."""
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         reading = self.meter.step()
+        self.step = step
         self.tokens += int(values["tokens"])
         self.sequences += self.experiment.train.global_batch
         self.train_loss = values["loss"]
@@ -328,7 +360,7 @@ class _Training:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         train = self.experiment.train
         if step % train.log_every == 0 or step == train.steps or not finite:
-            self.folder.append(
+            self._append(
                 {
                     "step": step,
                     "tokens": self.tokens,
@@ -338,7 +370,8 @@ class _Training:
                     "skipped": int(values["skipped"]),
                     "tokens_per_second": round(reading.tokens_per_second, 1),
                     "mfu": None if reading.mfu is None else round(reading.mfu, 4),
-                    "seconds": round(reading.seconds, 3),
+                    **self.meter.seconds(),
+                    **memory(self.devices),
                 }
             )
         if not finite:
@@ -349,20 +382,26 @@ class _Training:
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 
+    def _append(self, record: dict[str, Any]) -> None:
+        self.folder.append(record)
+        self.trackers.log(record)
+
     def _evaluate(self, step: int, state: Any) -> None:
         """Mean loss over held-out tokens, each counted once however the batches were cut."""
         if self.data.evaluation is None:
             return
+        with self.meter.phase("compile"):
+            evaluate = self.program.evaluate
         train = self.experiment.train
         size = train.global_batch // train.microbatches
         sums = []
         most = train.eval_batches * train.microbatches
         for batch in self.data.evaluation.batches(size, most, jax.process_index(), jax.process_count()):
-            sums.append(self.program.evaluate(state["params"], self.program.put(batch, 0), self.scalars))
+            sums.append(evaluate(state["params"], self.program.put(batch, 0), self.scalars))
         losses, counts = zip(*jax.device_get(sums), strict=True)  # the one wait for the device
         count = int(sum(map(float, counts)))
         self.eval_loss = sum(map(float, losses)) / max(count, 1)
-        self.folder.append({"step": step, "tokens": self.tokens, "eval_loss": self.eval_loss, "eval_tokens": count})
+        self._append({"step": step, "tokens": self.tokens, "eval_loss": self.eval_loss, "eval_tokens": count})
         self._say(f"step {step:,}: evaluation loss {self.eval_loss:.4f} nats/token")
 
     @functools.cached_property
@@ -393,6 +432,10 @@ class _Training:
 
     def _finish(self, step: int, stopped_by: str | None) -> Summary:
         entropy = self.entropy
+        self._say(f"time     {self.meter.shares()}")
+        if self.profile.written:
+            folder = self.profile.folder
+            self._say(f"profile  in {folder}: xprof --logdir {folder}  (pip install xprof)")
         if stopped_by:
             self._say(f"stopped by {stopped_by} after step {step:,}; checkpoint saved; continue with --resume")
         else:

@@ -8,8 +8,11 @@
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     samples.jsonl    texts that the model wrote as it was trained (``samples.every``), likewise
     checkpoints/     see ``jaxpar.runtime.checkpoints``
+    time.json        where the time of all sessions went, at the start and the end of the last one
+    track.json       what finds the run again in its trackers
     figures/         PNG files
     huggingface/     where the model began as theirs: config.json, tokenizer files, tensors.json (``jaxpar.weights``)
+    profile/         traces of ``jax.profiler``; ``tensorboard/`` and ``wandb/`` belong to those trackers
     lock             held (flock) by the process that writes; the kernel releases it however that process ends
 """
 
@@ -96,7 +99,7 @@ class RunFolder:
         return _read(self.config_file, json.loads)
 
     def read(self, name: str) -> dict[str, Any]:
-        """The content of the JSON file ``name``; empty if there is none."""
+        """The JSON object in the file ``name``, empty if there is none; ``JaxparError`` if it cannot be read."""
         return _read(self.path / name, _parse_object) if (self.path / name).exists() else {}
 
     def in_use(self) -> bool:

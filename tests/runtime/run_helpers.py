@@ -19,11 +19,13 @@ from jaxpar.experiment import AdamWConfig, DecoderConfig, Experiment, MeshConfig
 from jaxpar.program import Program
 from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.metrics import PHASES
 from jaxpar.runtime.parity import FAST_COMPILE
 from jaxpar.runtime.run_folder import RunFolder
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-MEASURED = ("tokens_per_second", "mfu", "seconds")
+MEASURED = {"tokens_per_second", "mfu", "goodput", "memory_bytes", "host_bytes"}
+MEASURED |= {"seconds", *(f"seconds_{phase}" for phase in PHASES)}
 
 
 def write_text(path: Path) -> None:
@@ -89,8 +91,9 @@ def assert_same_state(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -
 
 
 def contents(run: Path) -> dict[Path, bytes]:
-    """Every file of a run but the figures of its last compilation."""
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "compile.json"}
+    """Every file of a run but what its last session measured of itself."""
+    measured = ("compile.json", "time.json")
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name not in measured}
 
 
 def at_step(monkeypatch, step, action):
