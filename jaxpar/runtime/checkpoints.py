@@ -92,6 +92,11 @@ class Checkpoints:
                 self._current = None
                 raise
 
+    def check(self) -> None:
+        """Raise ``JaxparError`` if the save in flight has failed; wait for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending. Markers and file sizes are checked, contents are not."""
         try:

@@ -26,6 +26,8 @@ from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.hosts import Hosts
+from jaxpar.runtime.link import Link
 from jaxpar.runtime.metrics import Meter
 from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.serialize import difference, from_json, to_json
@@ -50,17 +52,25 @@ class Summary:
 
 
 def train(
-    experiment: Experiment, run: Path, devices: list[Any] | None = None, resume: bool = False, quiet: bool = False
+    experiment: Experiment,
+    run: Path,
+    devices: list[Any] | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    hosts: Hosts | None = None,
 ) -> Summary:
     """Run ``experiment`` in the folder ``run`` on ``devices`` (all there are).
 
     ``resume`` goes on from the newest checkpoint of a run that is there already, bit for bit as if it had never
     stopped; the mesh and the devices may differ. Raises ConfigError for what cannot work, before anything is compiled;
     TrainingStopped when the loss stays non-finite, or when metrics or a checkpoint cannot be written.
+
+    On several hosts (``start_hosts`` gives ``hosts``) all make the same call inside its ``with`` block.
     """
-    if jax.process_count() > 1:
-        raise JaxparError(f"{jax.process_count()} processes were started; a run is one process with all its devices")
-    return _Training(experiment, run, devices or jax.devices(), resume, quiet).run()
+    hosts = hosts or Hosts(Link(0, 1, None, math.inf))
+    if jax.process_count() != hosts.count:
+        raise JaxparError(f"{jax.process_count()} processes were started, not by start_hosts: no hosts, or others")
+    return _Training(experiment, run, devices or jax.devices(), resume, quiet, hosts).run()
 
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
@@ -106,8 +116,11 @@ def _reading_bar(quiet: bool) -> Iterator[Any]:
 class _Training:
     """One call of ``train``."""
 
-    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool):
-        self.experiment, self.resume, self.quiet = experiment, resume, quiet
+    def __init__(
+        self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts
+    ):
+        self.experiment, self.resume, self.hosts = experiment, resume, hosts
+        self.quiet = quiet or hosts.index > 0
         self.program = Program(experiment, devices)
         self.devices = devices
         self.folder = RunFolder(run)
@@ -125,14 +138,16 @@ class _Training:
 
     def run(self) -> Summary:
         """Everything, with the folder locked while it lasts."""
-        if not self.resume:
+        if not self.resume and self.hosts.index == 0:
             self.folder.refuse_a_run()
         saved = self._saved_config()
         self.data = load_data(self.experiment, self.quiet)
-        if jax.process_index() == 0:
+        if self.hosts.index == 0:
             self.folder.start(to_json(saved or self.experiment), self.resume)
         with self.folder:
-            first = self.checkpoints.latest() if self.resume else None
+            self.hosts.check_shared(self.folder.path)
+            self.hosts.say_where(self._where_to_go_on)
+            first = self.hosts.from_first(self.checkpoints.latest) if self.resume else None
             self._introduce(first, saved)
             state = None if first is None else self._restore(first, saved)
             self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
@@ -149,14 +164,17 @@ class _Training:
             except (ConfigError, TrainingStopped):
                 raise
             except JaxparError as error:  # a full disk
+                self._let_saving_end()
                 raise TrainingStopped(f"{error}; {self._where_to_go_on()}") from error
             finally:
-                with contextlib.suppress(JaxparError):
-                    self.checkpoints.wait()
+                self._let_saving_end()
+
+    def _let_saving_end(self) -> None:
+        if self.hosts.count == 1:  # several hosts save together: after a failure one would wait for the others in vain
+            with contextlib.suppress(JaxparError):
+                self.checkpoints.wait()
 
     def _where_to_go_on(self) -> str:
-        with contextlib.suppress(JaxparError):
-            self.checkpoints.wait()
         latest = self.checkpoints.latest()
         return "no checkpoint is complete" if latest is None else f"--resume goes on from step {latest}"
 
@@ -231,18 +249,20 @@ class _Training:
         done = first  # steps whose metrics have been read
         with (
             _Signals() as signals,
-            self.data.loader(train.global_batch, self.sequences, jax.process_index(), jax.process_count()) as loader,
+            self.data.loader(train.global_batch, self.sequences, self.program.host_rows()) as loader,
             self._progress_bar(first) as self.bar,
         ):
-            pending = None
+            pending, stopped = None, None
+            batches = self.hosts.watched(loader)
             for t in range(first, train.steps):
-                state, metrics = step(state, self.program.put(next(loader)), self.scalars)
+                state, metrics = step(state, self.program.put(next(batches)), self.scalars)
                 if pending is not None:
                     done += 1
                     self._record(done, pending)
                 pending = metrics
                 last = t + 1 == train.steps
-                stopping = signals.caught is not None or last
+                stopped = self.hosts.stop_after(t + 1, signals.caught)
+                stopping = stopped is not None or last
                 evaluating = (t + 1) % train.eval_every == 0 or last  # a signal changes no metrics
                 saving = (t + 1) % train.checkpoint_every == 0 or stopping
                 if evaluating or saving or self.skipped_in_a_row:
@@ -259,9 +279,9 @@ class _Training:
                     self.meter.pause(time.perf_counter() - pause)
                 if stopping:
                     break
+                self.checkpoints.check()
             self.checkpoints.wait()
-            caught = signals.caught if done < train.steps else None
-        return self._finish(done, caught)
+        return self._finish(done, stopped if done < train.steps else None)
 
     def _progress_bar(self, first: int) -> tqdm:
         """Steps done, with an ETA; a line now and then where the output is a file."""
@@ -310,7 +330,7 @@ class _Training:
         size = train.global_batch // train.microbatches
         sums = []
         most = train.eval_batches * train.microbatches
-        for batch in self.data.evaluation.batches(size, most, jax.process_index(), jax.process_count()):
+        for batch in self.hosts.watched(self.data.evaluation.batches(size, most, self.program.host_rows(0))):
             sums.append(self.program.evaluate(state["params"], self.program.put(batch, 0), self.scalars))
         losses, counts = zip(*jax.device_get(sums), strict=True)  # the one wait for the device
         count = int(sum(map(float, counts)))
@@ -343,7 +363,7 @@ class _Training:
         return Summary(step, self.train_loss, self.eval_loss, entropy, self.tokens, stopped_by)
 
     def _say(self, line: str) -> None:
-        if not self.quiet and jax.process_index() == 0:
+        if not self.quiet:
             try:
                 tqdm.write(line, file=sys.stdout)
             except (OSError, ValueError, AttributeError):  # who read the output has gone; the run goes on
