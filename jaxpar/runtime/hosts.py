@@ -11,6 +11,7 @@ A *host* is one process of the run; its devices are the ones that it can address
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -103,6 +104,7 @@ class Hosts:
         """``jax.distributed.initialize``, through the tunnel; on a CPU with gloo's collectives."""
         import jax
 
+        _mute_native_output()
         port = self.from_first(_free_port)
         address = f"127.0.0.1:{port}"
         if self.index:
@@ -249,6 +251,14 @@ def _checked(
 def _address(coordinator: str) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _mute_native_output() -> None:
+    """Leave stdout to Python: gloo prints a line for every group of devices that it connects."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.fileno() == 1:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _free_port() -> int:

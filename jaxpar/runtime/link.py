@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -108,8 +107,7 @@ class Link:
         try:
             await asyncio.start_server(self._accept, port=port, limit=_LINE)
         except OSError as error:
-            reason = error.strerror if error.errno else str(error)
-            raise HostsError(f"--hosts: host 0 cannot listen on port {port}: {reason}") from None
+            raise HostsError(f"--hosts: host 0 cannot listen on port {port}: {_reason(error)}") from None
         try:
             await asyncio.wait_for(self._everyone.wait(), self.timeout)
         except TimeoutError:
@@ -159,10 +157,8 @@ class Link:
                 break
             except (OSError, TimeoutError) as error:
                 if time.monotonic() > deadline:
-                    reason = getattr(error, "strerror", None) or "no answer"
-                    raise HostsError(
-                        f"--hosts: host 0 cannot be reached at {host}:{port} for {self.timeout:g} s: {reason}"
-                    ) from None
+                    where = f"{host}:{port} for {self.timeout:g} s"
+                    raise HostsError(f"--hosts: host 0 cannot be reached at {where}: {_reason(error)}") from None
                 await asyncio.sleep(0.2)
         self._peers[0] = _Peer("", writer)
         _send(self._peers[0], {_PROTOCOL: [self.index, self.names[self.index], self.count]})
@@ -374,9 +370,17 @@ def _send(peer: _Peer, message: dict[str, Any]) -> None:
         peer.writer.write(json.dumps(message).encode() + b"\n")
 
 
+def _reason(error: OSError | TimeoutError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)  # asyncio puts addresses in between
+
+
 def one_line(error: BaseException) -> str:
     """An exception as the end of a message."""
     if isinstance(error, JaxparError):
         return str(error)
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    return text if len(text) <= 300 else text[:297] + "..."
+    first = (str(error).splitlines() or [""])[0]  # some libraries add paragraphs of advice
+    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
