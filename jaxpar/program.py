@@ -180,7 +180,8 @@ class Program:
     def _piece_rows(self) -> np.ndarray:
         """The rows of a piece [B / A, S] of a batch that this host's devices hold, in order."""
         piece = self.abstract_batch["tokens"].shape[1:]
-        held = NamedSharding(self.mesh, PartitionSpec(*self.batch_spec[1:])).addressable_devices_indices_map(piece)
+        sharding = NamedSharding(self.mesh, PartitionSpec(*self.batch_spec[1:]))
+        held: Any = sharding.addressable_devices_indices_map(piece)
         return np.unique([np.arange(piece[0])[rows] for rows, _ in held.values()])
 
     def host_rows(self, microbatches: int | None = None) -> np.ndarray:
@@ -200,7 +201,7 @@ class Program:
             local = np.asarray(batch[key], bool if key == "mask" else np.int32)
             local = local.reshape(*whole[:-2], -1, whole[-1])
 
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
+            def shard(index: Any) -> np.ndarray:
                 begin, end, _ = index[-2].indices(whole[-2])
                 rows = slice(*np.searchsorted(self._piece_rows, (begin, end)))
                 return local[(*index[:-2], rows, index[-1])]

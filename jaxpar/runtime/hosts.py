@@ -113,7 +113,7 @@ class Hosts:
             self._tunnel = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._tunnel.stdout is not None
             address = f"127.0.0.1:{int(self._tunnel.stdout.readline())}"
-        os.environ["no_grpc_proxy"] = "127.0.0.1"
+        os.environ["no_grpc_proxy"] = "127.0.0.1"  # noqa: SIM112  gRPC reads it like this
         jax.config.update("jax_check_proxy_envs", False)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -162,7 +162,9 @@ class Hosts:
             traceback.print_exception(error)
         # an error of the input is found by all hosts at once: host 0 says it
         code = getattr(error, "exit_code", 2) if expected else 1
-        self._link.fail(one_line(error), code, tail=not expected, maybe_consequence=in_jax or (expected and self.index > 0))
+        self._link.fail(
+            one_line(error), code, tail=not expected, maybe_consequence=in_jax or (expected and self.index > 0)
+        )
 
 
 def start_hosts(wanted: str, timeout: float, facts: Mapping[str, Any], quiet: bool = False) -> Hosts:

@@ -3,10 +3,10 @@
 Beside JAX's own coordination service, for three things that it cannot do: say which host is missing or died, in a line
 and not in a C++ stack trace; survive the death of host 0 long enough to say so; compare the hosts before JAX starts.
 
-Everything runs in one background thread (asyncio). Every host sends a beat; host 0 watches all, the others watch host 0.
-A connection that ends without a goodbye is a death, noticed at once; silence for ``timeout`` seconds is one too. Then
-host 0 passes the verdict on, and in every process this thread prints it and ends the process (exit code 1, or what the
-culprit said): the main thread may be stuck in a collective for ever.
+Everything runs in one background thread (asyncio). Every host sends a beat; host 0 watches all, the others watch host
+0. A connection that ends without a goodbye is a death, noticed at once; silence for ``timeout`` seconds is one too.
+Then host 0 passes the verdict on, and in every process this thread prints it and ends the process (exit code 1, or what
+the culprit said): the main thread may be stuck in a collective for ever.
 """
 
 from __future__ import annotations
@@ -74,14 +74,16 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._everyone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
         if count == 1 and timeout == math.inf:
+            self._loop.close()
             return
-        threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True).start()
+        self._thread.start()
         if count > 1:
             try:
                 self._call(self._lead() if index == 0 else self._join())
             except BaseException:
-                self._call(self._goodbye())
+                self.close()
                 raise
         self._loop.call_soon_threadsafe(self._start, self._watch())
 
@@ -136,10 +138,11 @@ class Link:
             why = f"--hosts: two processes say that they are host {index} ({other} and {name})"
         if why:
             _send(peer, {"kind": "refused", "why": why})
+            writer.close()
             if not self._everyone.is_set():
                 self._tell({"kind": "refused", "why": why})
                 await asyncio.sleep(0.2)
-                await self._end(0, why, 1, own=True, tail=False)
+                await self._end(0, f"failed: {why}", 1, own=True, tail=False)
             return
         self._peers[index], self.names[index] = peer, name
         if len(self._peers) == self.count - 1:
@@ -348,8 +351,11 @@ class Link:
 
     def close(self) -> None:
         """Say goodbye; the others have ended their work too."""
-        if self._loop.is_running():
+        if not self._loop.is_closed():
             self._call(self._goodbye())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     async def _goodbye(self) -> None:
         self._ended = True

@@ -116,9 +116,7 @@ def _reading_bar(quiet: bool) -> Iterator[Any]:
 class _Training:
     """One call of ``train``."""
 
-    def __init__(
-        self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts
-    ):
+    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts):
         self.experiment, self.resume, self.hosts = experiment, resume, hosts
         self.quiet = quiet or hosts.index > 0
         self.program = Program(experiment, devices)

@@ -9,8 +9,6 @@ import functools
 import os
 import pickle
 import re
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -113,21 +111,23 @@ def assert_close(run, other):
 
 LAYOUTS = {
     "data across hosts": (MeshConfig(data=2, fsdp=2), {"microbatches": 2}),
-    "fsdp across hosts": (MeshConfig(fsdp=4), {}),
     "tensor across hosts": (MeshConfig(fsdp=1, tensor=4), {}),
     "context across hosts": (MeshConfig(fsdp=1, context=2, tensor=2), {}),
 }
 
 
+def layout(tiny, name):
+    mesh, more = LAYOUTS[name]
+    return tiny(mesh, steps=4, **more)
+
+
 @pytest.fixture(scope="module")
 def alone(tiny, tmp_path_factory):
-    """``alone(layout, **train)``: the run of one process on four devices."""
+    """``alone(experiment)``: the run of one process on four devices."""
 
-    @functools.cache
-    def run(layout, steps):
-        mesh, more = LAYOUTS[layout]
+    def run(experiment):
         folder = tmp_path_factory.mktemp("alone") / "run"
-        train(tiny(mesh, steps=steps, **more), folder, jax.devices()[:4], quiet=True)
+        train(experiment, folder, jax.devices()[:4], quiet=True)
         return folder
 
     with pytest.MonkeyPatch.context() as patch:
@@ -138,20 +138,17 @@ def alone(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first_series(folder, tiny):
-    """Every layout on two hosts; then a run of ten steps of which host 1 is told to stop in the middle."""
-    runs = [
-        (tiny(mesh, steps=4, **more), folder / name.replace(" ", "_"), False, None)
-        for name, (mesh, more) in LAYOUTS.items()
-    ]
+    """The layouts on two hosts; then fsdp across hosts, of which host 1 is told to stop in the middle."""
+    runs = [(layout(tiny, name), folder / name.replace(" ", "_"), False, None) for name in LAYOUTS]
     moving = (tiny(MeshConfig(fsdp=4), steps=10), folder / "moving", False, 2)
     return series(folder, *runs, moving)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_hosts_train_as_one(first_series, folder, alone, layout):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_hosts_train_as_one(first_series, folder, tiny, alone, name):
     """Wrong rows on a host, or rows cut wrongly along the sequence, change every loss."""
-    assert first_series[list(LAYOUTS).index(layout)] == ["4", "None"]
-    assert_close(folder / layout.replace(" ", "_"), alone(layout, 4))
+    assert first_series[list(LAYOUTS).index(name)] == ["4", "None"]
+    assert_close(folder / name.replace(" ", "_"), alone(layout(tiny, name)))
 
 
 def test_a_signal_to_one_host_and_then_other_numbers_of_hosts(first_series, folder, tiny, alone, monkeypatch):
@@ -169,7 +166,7 @@ def test_a_signal_to_one_host_and_then_other_numbers_of_hosts(first_series, fold
     assert summary.step == int(step) + 2
 
     assert series(folder, (experiment, run, True, None)) == [["10", "None"]]
-    assert_close(run, alone("fsdp across hosts", 10))
+    assert_close(run, alone(experiment))
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
