@@ -28,7 +28,7 @@ from typing import Any
 
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.overrides import apply_overrides, describe, load_config
-from jaxpar.serialize import from_json, type_check
+from jaxpar.serialize import flatten, from_json, type_check
 
 CONFIG = "a config file, its name, or a run folder"
 IMPORT = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
@@ -176,22 +176,41 @@ def _train(arguments: list[str]) -> int:
     parser.add_argument("--run", type=_folder, help="run folder; default: a new one under runs/")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run, or start it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--hosts", default="auto", help="ADDRESS:PORT,COUNT,INDEX; none; or auto: ask the environment")
+    timeout = "seconds to wait for hosts, for their signs of life, and for a batch of data; default 120"
+    parser.add_argument("--host-timeout", type=float, default=120.0, help=timeout)
     options, overrides = _parse(parser, name, rest)
     experiment = _experiment(name, options.smoke, overrides)
-    run = options.run or (Path(name) if Path(name).is_dir() and options.resume else _new_run(name, options.resume))
 
+    from jaxpar.runtime.hosts import start_hosts
+
+    run = options.run and str(options.run.absolute())
+    facts = {"--run": run, "--resume": options.resume, "--devices": options.devices, **flatten(experiment)}
+    with start_hosts(options.hosts, options.host_timeout, facts, options.quiet) as hosts:
+        return _train_on(hosts, experiment, name, options)
+
+
+def _train_on(hosts: Any, experiment: Any, name: str, options: argparse.Namespace) -> int:
     from jaxpar.mesh.devices import start_devices
     from jaxpar.runtime.loop import TrainingStopped, train
 
+    def choose() -> str:
+        here = Path(name).is_dir() and options.resume
+        return str((options.run or (Path(name) if here else _new_run(name, options.resume))).absolute())
+
+    run = Path(hosts.from_first(choose))
     devices = start_devices(options.devices)
     from jaxpar.report.page import draw_loss
 
     try:
-        train(experiment, run, devices, options.resume, options.quiet)
+        train(experiment, run, devices, options.resume, options.quiet, hosts)
     except TrainingStopped:
         with contextlib.suppress(JaxparError, OSError):  # the message is what matters
-            draw_loss(run)
+            if hosts.index == 0:
+                draw_loss(run)
         raise
+    if hosts.index:
+        return 0
     try:
         figure = draw_loss(run)
     except OSError as error:

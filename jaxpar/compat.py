@@ -1,7 +1,9 @@
-"""What differs between the oldest and the newest supported JAX, in one place."""
+"""What differs between the oldest and the newest supported JAX, and what is private in it, in one place."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,3 +26,33 @@ def as_varying(tree: Any, axes: Iterable[str]) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What JAX found in the environment about the processes of a job."""
+
+    kind: str
+    coordinator: str  # "address:port", the same in all processes
+    count: int
+    index: int
+    local_index: int | None  # among the processes of this machine, where the launcher says so
+
+
+def detect_cluster(timeout: float) -> Cluster | None:
+    """The launcher that started this process as one of several, by JAX's own detection; None for a plain process.
+
+    SLURM (``srun``), Cloud TPU (GCE and GKE), Open MPI, and indexed Kubernetes jobs. Raises what the detection raises.
+    """
+    from jax._src import clusters
+
+    for env in clusters.ClusterEnv._cluster_types:
+        in_kubernetes = env.__name__ == "K8sCluster"
+        if env.opt_in_only_method or (in_kubernetes and "JOB_COMPLETION_INDEX" not in os.environ):
+            continue
+        if env.is_env_present() and env.get_process_count() > 1:
+            port = os.environ.get("JAX_COORDINATOR_PORT")
+            address = env.get_coordinator_address(int(timeout), port)
+            kind = {"slurm": "SLURM", "ompi": "Open MPI"}.get(env.name, "Kubernetes" if in_kubernetes else "Cloud TPU")
+            return Cluster(kind, address, env.get_process_count(), env.get_process_id(), env.get_local_process_id())
+    return None

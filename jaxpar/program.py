@@ -163,7 +163,7 @@ class Program:
         specs = self._state_specs
         with jax.set_mesh(self.mesh):
             make = jax.sharding.auto_axes(self._new_state, out_sharding=specs)
-            return jax.jit(make)(jnp.int32(seed))
+            return jax.jit(make)(np.int32(seed))
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -187,16 +187,37 @@ class Program:
         kinds = {k: jnp.bool_ if k == "mask" else jnp.int32 for k in self.batch_keys}
         return {k: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for k, kind in kinds.items()}
 
+    @functools.cached_property
+    def _piece_rows(self) -> np.ndarray:
+        """The rows of a piece [B / A, S] of a batch that this host's devices hold, in order."""
+        piece = self.abstract_batch["tokens"].shape[1:]
+        sharding = NamedSharding(self.mesh, PartitionSpec(*self.batch_spec[1:]))
+        held: Any = sharding.addressable_devices_indices_map(piece)
+        return np.unique([np.arange(piece[0])[rows] for rows, _ in held.values()])
+
+    def host_rows(self, microbatches: int | None = None) -> np.ndarray:
+        """Which rows of a batch ``put`` wants on this host, in order; hosts that share a batch shard share rows."""
+        pieces = self.experiment.train.microbatches if microbatches is None else max(microbatches, 1)
+        piece = self.abstract_batch["tokens"].shape[1]
+        return (piece * np.arange(pieces)[:, None] + self._piece_rows).reshape(-1)
+
     def put(self, batch: dict[str, np.ndarray], microbatches: int | None = None) -> dict[str, jax.Array]:
-        """This host's rows [B / hosts, S] of a batch, laid on the mesh as [A, B / A, S]; ``microbatches`` 0: [B, S]."""
+        """The ``host_rows`` [rows, S] of a batch, laid on the mesh as [A, B / A, S]; ``microbatches`` 0: [B / A, S]."""
         pieces = self.experiment.train.microbatches if microbatches is None else microbatches
         partition = self.batch_spec if pieces else PartitionSpec(*self.batch_spec[1:])
         sharding = NamedSharding(self.mesh, partition)
+        whole = self.abstract_batch["tokens"].shape[0 if pieces else 1 :]
 
         def lay(key: str) -> jax.Array:
-            rows = np.asarray(batch[key], bool if key == "mask" else np.int32)
-            rows = rows.reshape(pieces, -1, rows.shape[-1]) if pieces else rows
-            return jax.make_array_from_process_local_data(sharding, rows)
+            local = np.asarray(batch[key], bool if key == "mask" else np.int32)
+            local = local.reshape(*whole[:-2], -1, whole[-1])
+
+            def shard(index: Any) -> np.ndarray:
+                begin, end, _ = index[-2].indices(whole[-2])
+                rows = slice(*np.searchsorted(self._piece_rows, (begin, end)))
+                return local[(*index[:-2], rows, index[-1])]
+
+            return jax.make_array_from_callback(whole, sharding, shard)
 
         return {key: lay(key) for key in self.batch_keys}
 

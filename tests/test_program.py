@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.experiment import AdamWConfig, SGDConfig
 from jaxpar.mesh.rules import ShardingRules
@@ -344,3 +344,37 @@ def test_batches_as_the_step_takes_them():
         np.testing.assert_array_equal(leaf, batch[key].reshape(2, 8, 16))
         assert leaf.dtype == (jnp.bool_ if key == "mask" else jnp.int32)
         assert leaf.sharding.spec == program.abstract_batch[key].sharding.spec
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize(
+    "mesh", [dict(data=2, fsdp=4), dict(data=2, tensor=4), dict(fsdp=2, context=4), dict(context=2, tensor=4)], ids=str
+)
+def test_the_rows_of_a_host(monkeypatch, mesh, hosts):
+    """Check G9: together all rows, hosts of one batch shard the same ones, and every row where one host would put it.
+
+    Told apart: hosts / 1 of the rows for each, whatever the mesh (peers across tensor 4 would read different rows), and
+    a host's rows as one contiguous part (with microbatches they are not).
+    """
+    program = oracle.program("relu2", microbatches=2, **mesh)
+    piece, indices = 8, NamedSharding.devices_indices_map
+    everything = np.arange(16)
+    of_hosts = []
+    for host in range(hosts):
+        mine = set(jax.devices()[8 // hosts * host : 8 // hosts * (host + 1)])
+        monkeypatch.setattr(
+            NamedSharding,
+            "addressable_devices_indices_map",
+            lambda self, shape, mine=mine: {d: i for d, i in indices(self, shape).items() if d in mine},
+        )
+        program.__dict__.pop("_piece_rows", None)
+        of_hosts.append(program.host_rows())
+        held = program.abstract_batch["tokens"].sharding.addressable_devices_indices_map((2, piece, 16))
+        needed = {number for a, rows, _ in held.values() for number in everything.reshape(2, piece)[a, rows].flat}
+        assert of_hosts[-1].tolist() == sorted(needed)
+        assert program.host_rows(0).tolist() == [row for row in of_hosts[-1] if row < piece]
+    assert set(np.concatenate(of_hosts)) == set(everything)
+    shards = min(hosts, mesh.get("data", 1) * mesh.get("fsdp", 1))
+    assert len({tuple(rows) for rows in of_hosts}) == shards
+    assert {len(rows) for rows in of_hosts} == {16 // shards}
+    program.__dict__.pop("_piece_rows", None)

@@ -86,10 +86,9 @@ class Data:
     fingerprint: str
     corpora: tuple[Corpus, ...] = field(repr=False)
 
-    def loader(self, global_batch: int, first: int = 0, host_index: int = 0, host_count: int = 1) -> Loader:
+    def loader(self, global_batch: int, first: int = 0, rows: np.ndarray | None = None) -> Loader:
         """A training ``Loader`` with the config's ``workers`` and ``prefetch``."""
-        config = self.config
-        return Loader(self.train, global_batch, first, host_index, host_count, config.workers, config.prefetch)
+        return Loader(self.train, global_batch, first, rows, self.config.workers, self.config.prefetch)
 
     def summary(self) -> dict[str, Any]:
         """Counts for each source and split (see ``PackedRows.counts``) and the unigram entropy, ready for JSON."""

@@ -13,8 +13,9 @@ import threading
 import weakref
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxpar.data.packing import Batch
-from jaxpar.data.stream import host_part
 
 _NO_LAST_STEP = 2**62
 
@@ -22,24 +23,23 @@ _NO_LAST_STEP = 2**62
 class Sequences(Protocol):
     """What a loader reads from: a ``Stream``, or anything that gives sequences by number."""
 
-    def batch(self, first: int, count: int) -> Batch:
-        """Sequences ``first .. first + count - 1``."""
+    def batch(self, first: int, count: int, rows: np.ndarray | None) -> Batch:
+        """Of the sequences ``first .. first + count - 1`` all, or those numbered ``rows`` (0 is ``first``)."""
         ...
 
 
 class Loader:
     """Iterates over this host's batches from global sequence ``first`` on, without end.
 
-    Step ``t`` is the global sequences ``[t * global_batch, (t + 1) * global_batch)``; host ``h`` of ``H`` gets the
-    ``h``-th of ``H`` equal contiguous parts. To resume, make a loader at ``step``, the next step: nothing earlier is
-    read.
+    Step ``t`` is the global sequences ``[t * global_batch, (t + 1) * global_batch)``; of these a host reads its
+    ``rows`` (numbers within the batch; None: all), which ``Program.host_rows`` knows. To resume, make a loader at
+    the first sequence of the next step: nothing earlier is read.
 
     With ``workers`` 0 one thread prepares ``prefetch`` batches ahead (the caller does, if ``prefetch`` is 0); otherwise
     each of that many processes does, and holds a copy of the stream. The batches are the same either way. Worker
     processes are spawned: a script that uses them needs the usual ``if __name__ == "__main__"``.
 
-    Close it, or use it in a ``with``: that ends the thread or the processes. Raise ``ConfigError`` when
-    ``global_batch`` does not divide by ``host_count``.
+    Close it, or use it in a ``with``: that ends the thread or the processes.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class Loader:
         stream: Sequences,
         global_batch: int,
         first: int = 0,
-        host_index: int = 0,
-        host_count: int = 1,
+        rows: np.ndarray | None = None,
         workers: int = 0,
         prefetch: int = 2,
     ):
@@ -57,8 +56,7 @@ class Loader:
 
         self.next = first
         self._global_batch = global_batch
-        begin, share = host_part(global_batch, host_index, host_count)
-        batches = _HostBatches(stream, first, global_batch, begin, share)
+        batches = _HostBatches(stream, first, global_batch, rows)
         ahead = grain.ReadOptions(
             num_threads=1 if prefetch and not workers else 0, prefetch_buffer_size=0 if workers else prefetch
         )
@@ -96,15 +94,14 @@ class Loader:
 class _HostBatches:
     """Grain's view: element ``i`` is one host's batch of step ``first + i * global_batch``."""
 
-    def __init__(self, stream: Sequences, first: int, global_batch: int, begin: int, share: int):
-        self._stream, self._first = stream, first
-        self._global_batch, self._begin, self._share = global_batch, begin, share
+    def __init__(self, stream: Sequences, first: int, global_batch: int, rows: np.ndarray | None):
+        self._stream, self._first, self._global_batch, self._rows = stream, first, global_batch, rows
 
     def __len__(self) -> int:
         return _NO_LAST_STEP
 
     def __getitem__(self, index: int) -> Batch:
-        return self._stream.batch(self._first + index * self._global_batch + self._begin, self._share)
+        return self._stream.batch(self._first + index * self._global_batch, self._global_batch, self._rows)
 
 
 def _follow_parent(worker: int, workers: int) -> None:

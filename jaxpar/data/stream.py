@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxpar.data.mixture import Mixture, fold, permute
 from jaxpar.data.packing import Batch, PackedRows, empty_batch
-from jaxpar.errors import ConfigError, divisors
 
 
 class Stream:
@@ -32,10 +31,12 @@ class Stream:
         epoch_B, within_B = np.divmod(index_B, rows_B)
         return source_B, permute(within_B, rows_B, fold(fold(self.seed, source_B), epoch_B))
 
-    def batch(self, first: int, count: int) -> Batch:
-        """Sequences ``first .. first + count - 1``, arrays [count, seq_len]."""
+    def batch(self, first: int, count: int, rows: np.ndarray | None = None) -> Batch:
+        """Sequences ``first .. first + count - 1``, arrays [count, seq_len]; of these only the ``rows``, if given."""
         source_B, row_B = self.order(first, count)
-        batch = empty_batch(count, self.seq_len)
+        if rows is not None:
+            source_B, row_B = source_B[rows], row_B[rows]
+        batch = empty_batch(len(row_B), self.seq_len)
         for k in np.unique(source_B).tolist():
             at = np.flatnonzero(source_B == k)
             self.sources[k].fill(batch, at, row_B[at])
@@ -54,37 +55,27 @@ class Evaluation:
         self.rows = sum(packed.rows for packed in self.sources)
         self._begins = np.cumsum([0, *(packed.rows for packed in self.sources)])
 
-    def batch(self, first: int, count: int) -> Batch:
-        """Rows ``first .. first + count - 1``, arrays [count, seq_len]; all padding past the last row."""
-        batch = empty_batch(count, self.seq_len)
-        row_B = permute(np.arange(first, min(first + count, self.rows)), self.rows, fold(0, 0))
+    def batch(self, first: int, count: int, rows: np.ndarray | None = None) -> Batch:
+        """Rows ``first .. first + count - 1``, arrays [count, seq_len]; all padding past the last row.
+
+        Of these only the ``rows`` (0 is ``first``), if given.
+        """
+        number_B = first + (np.arange(count) if rows is None else rows)
+        batch = empty_batch(len(number_B), self.seq_len)
+        there = np.flatnonzero(number_B < self.rows)
+        row_B = permute(number_B[there], self.rows, fold(0, 0))
         for packed, begin in zip(self.sources, self._begins, strict=False):
-            at = np.flatnonzero((row_B >= begin) & (row_B < begin + packed.rows))
-            packed.fill(batch, at, row_B[at] - begin)
+            mine = (row_B >= begin) & (row_B < begin + packed.rows)
+            packed.fill(batch, there[mine], row_B[mine] - begin)
         return batch
 
     def batches(
-        self, global_batch: int, max_batches: int | None = None, host_index: int = 0, host_count: int = 1
+        self, global_batch: int, max_batches: int | None = None, rows: np.ndarray | None = None
     ) -> Iterator[Batch]:
-        """Yield this host's share, arrays [global_batch / host_count, seq_len], of each global batch.
+        """Yield each global batch, arrays [global_batch, seq_len], or the ``rows`` of it that a host needs.
 
         The last batch is filled up with fully masked rows, so a sum over ``mask`` weighs every target once, and all
         hosts see the same number of batches. ``max_batches`` stops earlier.
         """
-        begin, share = host_part(global_batch, host_index, host_count)
         starts = range(0, self.rows, global_batch)[:max_batches]
-        return (self.batch(start + begin, share) for start in starts)
-
-
-def host_part(global_batch: int, host_index: int, host_count: int) -> tuple[int, int]:
-    """Where host ``host_index``'s part of a global batch begins, and how many sequences it is.
-
-    Raise ``ConfigError`` when ``global_batch`` does not divide by ``host_count``.
-    """
-    if global_batch < 1 or global_batch % host_count:
-        legal = f"a multiple of {host_count}; hosts: {divisors(global_batch)}" if global_batch > 0 else "1 or more"
-        raise ConfigError("global_batch", global_batch, f"cannot be shared by {host_count} hosts", legal)
-    if not 0 <= host_index < host_count:
-        raise ConfigError("host_index", host_index, f"is none of {host_count} hosts", f"0 to {host_count - 1}")
-    share = global_batch // host_count
-    return host_index * share, share
+        return (self.batch(start, global_batch, rows) for start in starts)

@@ -30,8 +30,8 @@ def start_devices(wanted: str | None = None) -> list[Any]:
     """Start JAX and return its devices.
 
     ``wanted``: ``"8"`` for eight of the devices that are attached, or of virtual ones where only a CPU is;
-    ``"cpu:8"`` for eight virtual ones in any case; None for all that are attached. Raises ConfigError when there are
-    fewer.
+    ``"cpu:8"`` for eight virtual ones in any case; None for all that are attached. Of several hosts, each gives that
+    many. Raises ConfigError when there are fewer.
     """
     platform, _, number = (wanted or "").rpartition(":")
     if wanted is not None and (platform not in ("", "cpu") or not number.isdecimal() or not 1 <= int(number) <= 4096):
@@ -49,9 +49,13 @@ def start_devices(wanted: str | None = None) -> list[Any]:
         devices = jax.devices(platform or None)
     except RuntimeError as error:
         raise JaxparError(f"no usable device: {' '.join(str(error).split())}") from None
-    if count and len(devices) < count:
-        raise ConfigError("--devices", count, "devices are not there", f"1 to {len(devices)} ({devices[0].platform})")
-    return devices[: count or len(devices)]
+    by_host: dict[int, list[Any]] = {}
+    for device in devices:
+        by_host.setdefault(device.process_index, []).append(device)
+    fewest = min(map(len, by_host.values()))
+    if count and fewest < count:
+        raise ConfigError("--devices", count, "devices are not there", f"1 to {fewest} ({devices[0].platform})")
+    return [device for host in by_host.values() for device in host[:count]]
 
 
 def quiet_plugins() -> None:
@@ -72,7 +76,8 @@ def peak_flops(devices: list[Any]) -> tuple[float, str]:
     """Peak FLOP/s of all ``devices`` together, and where the figure comes from ("" when there is none)."""
     kind, platform = devices[0].device_kind, devices[0].platform
     if platform == "cpu":
-        return measured_matmul_flops(), "this CPU's own fp32 matrix product, measured at start"
+        hosts = len({device.process_index for device in devices})
+        return hosts * measured_matmul_flops(), "this CPU's own fp32 matrix product, measured at start"
     for name in sorted(PEAK_BF16_FLOPS, key=len, reverse=True):
         if name in kind:
             return PEAK_BF16_FLOPS[name] * len(devices), f"{name} bf16 peak"
@@ -86,7 +91,7 @@ def measured_matmul_flops(size: int = 1024, repeats: int = 5) -> float:
     import jax
     import jax.numpy as jnp
 
-    cpu = jax.devices("cpu")[0]
+    cpu = jax.local_devices(backend="cpu")[0]
     x = jax.device_put(jnp.ones((size, size), jnp.float32), cpu)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()

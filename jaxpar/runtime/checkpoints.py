@@ -92,6 +92,11 @@ class Checkpoints:
                 self._current = None
                 raise
 
+    def check(self) -> None:
+        """Raise ``JaxparError`` if the save in flight has failed; wait for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending. Markers and file sizes are checked, contents are not."""
         try:
@@ -142,7 +147,7 @@ class Checkpoints:
         self._current = step if only is None else self._current
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in wanted])
 
-    def check(self, step: int, abstract_state: Any, only: str | None = None) -> None:
+    def check_fit(self, step: int, abstract_state: Any, only: str | None = None) -> None:
         """Raise what ``restore`` would raise without reading an array."""
         self._wanted(step, abstract_state, only)
 

@@ -29,6 +29,8 @@ from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.generate import Writer
+from jaxpar.runtime.hosts import Hosts
+from jaxpar.runtime.link import Link
 from jaxpar.runtime.metrics import Meter, memory
 from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.profile import Profile
@@ -56,17 +58,25 @@ class Summary:
 
 
 def train(
-    experiment: Experiment, run: Path, devices: list[Any] | None = None, resume: bool = False, quiet: bool = False
+    experiment: Experiment,
+    run: Path,
+    devices: list[Any] | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    hosts: Hosts | None = None,
 ) -> Summary:
     """Run ``experiment`` in the folder ``run`` on ``devices`` (all there are).
 
     ``resume`` goes on from the newest checkpoint of a run that is there already, bit for bit as if it had never
     stopped; the mesh and the devices may differ. Raises ConfigError for what cannot work, before anything is compiled;
     TrainingStopped when the loss stays non-finite, or when metrics or a checkpoint cannot be written.
+
+    On several hosts (``start_hosts`` gives ``hosts``) all make the same call inside its ``with`` block.
     """
-    if jax.process_count() > 1:
-        raise JaxparError(f"{jax.process_count()} processes were started; a run is one process with all its devices")
-    return _Training(experiment, run, devices or jax.devices(), resume, quiet).run()
+    hosts = hosts or Hosts(Link(0, 1, None, math.inf))
+    if jax.process_count() != hosts.count:
+        raise JaxparError(f"{jax.process_count()} processes were started, not by start_hosts: no hosts, or others")
+    return _Training(experiment, run, devices or jax.devices(), resume, quiet, hosts).run()
 
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
@@ -128,9 +138,10 @@ def _reading_bar(quiet: bool) -> Iterator[Any]:
 class _Training:
     """One call of ``train``."""
 
-    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool):
+    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts):
         started = time.perf_counter()
-        self.experiment, self.resume, self.quiet = experiment, resume, quiet
+        self.experiment, self.resume, self.hosts = experiment, resume, hosts
+        self.quiet = quiet or hosts.index > 0
         self.program = Program(experiment, devices)
         self.devices = devices
         flops = experiment.model.flops_per_token(experiment.train.seq_len)
@@ -152,17 +163,19 @@ class _Training:
 
     def run(self) -> Summary:
         """Everything, with the folder locked while it lasts."""
-        if not self.resume:
+        if not self.resume and self.hosts.index == 0:
             self.folder.refuse_a_run()
-        if jax.process_index() == 0:
+        if self.hosts.index == 0:
             check_trackers(self.experiment.track)
         saved = self._saved_config()
         pretrained = self._pretrained()
         self.data = load_data(self.experiment, self.quiet)
-        if jax.process_index() == 0:
+        if self.hosts.index == 0:
             self.folder.start(to_json(saved or self.experiment), self.resume)
         with self.folder, self.trackers:
-            first = self.checkpoints.latest() if self.resume else None
+            self.hosts.check_shared(self.folder.path)
+            self.hosts.say_where(self._where_to_go_on)
+            first = self.hosts.from_first(self.checkpoints.latest) if self.resume else None
             self._introduce(first, saved)
             state = None if first is None else self._restore(first, saved)
             self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
@@ -184,26 +197,31 @@ class _Training:
             if pretrained is not None:
                 del state["params"]  # freed before their successors come
                 state["params"] = pretrained.load()
-                pretrained.hand_on(self.folder)
+                if self.hosts.index == 0:
+                    pretrained.hand_on(self.folder)
                 self._say(f"begins   with the parameters of {pretrained.directory}; optimizer and schedule are new")
             try:
                 return self._loop(step, state, first or 0)
             except (ConfigError, TrainingStopped):
                 raise
             except JaxparError as error:  # a full disk
+                self._let_saving_end()
                 raise TrainingStopped(f"{error}; {self._where_to_go_on()}") from error
             finally:
-                with contextlib.suppress(JaxparError), self.meter.phase("checkpoint"):
-                    self.checkpoints.wait()
+                with self.meter.phase("checkpoint"):
+                    self._let_saving_end()
                 with contextlib.suppress(JaxparError):
                     self._write_time()
 
     def _write_time(self) -> None:
         self.folder.write("time.json", {"step": self.step, **self.meter.seconds()})
 
+    def _let_saving_end(self) -> None:
+        if self.hosts.count == 1:  # several hosts save together: after a failure one would wait for the others in vain
+            with contextlib.suppress(JaxparError):
+                self.checkpoints.wait()
+
     def _where_to_go_on(self) -> str:
-        with contextlib.suppress(JaxparError):
-            self.checkpoints.wait()
         latest = self.checkpoints.latest()
         return "no checkpoint is complete" if latest is None else f"--resume goes on from step {latest}"
 
@@ -294,26 +312,28 @@ class _Training:
         done = first  # steps whose metrics have been read
         with (
             _Signals() as signals,
-            self.data.loader(train.global_batch, self.sequences, jax.process_index(), jax.process_count()) as loader,
+            self.data.loader(train.global_batch, self.sequences, self.program.host_rows()) as loader,
             self._progress_bar(first) as self.bar,
             self.profile,
             self.meter.phase("step"),
         ):
-            pending = None
+            pending, stopped = None, None
+            batches = self.hosts.watched(loader)
             for t in range(first, train.steps):
                 if t + 1 in self.profile.edges:
                     with self.meter.phase("start"):
                         self.profile.turn()
                 with self.meter.phase("step", t + 1):
                     with self.meter.phase("data"):
-                        batch = next(loader)
+                        batch = next(batches)
                     state, metrics = step(state, self.program.put(batch), self.scalars)
                     if pending is not None:
                         done += 1
                         self._record(done, pending)
                 pending = metrics
                 last = t + 1 == train.steps
-                stopping = signals.caught is not None or last
+                stopped = self.hosts.stop_after(t + 1, signals.caught)
+                stopping = stopped is not None or last
                 evaluating = (t + 1) % train.eval_every == 0 or last  # a signal changes no metrics
                 saving = (t + 1) % train.checkpoint_every == 0 or stopping
                 every = self.experiment.samples.every
@@ -336,10 +356,10 @@ class _Training:
                             self._save(done, state)
                 if stopping:
                     break
+                self.checkpoints.check()
             with self.meter.phase("checkpoint"):
                 self.checkpoints.wait()
-            caught = signals.caught if done < train.steps else None
-        return self._finish(done, caught)
+        return self._finish(done, stopped if done < train.steps else None)
 
     def _progress_bar(self, first: int) -> tqdm:
         """Steps done, with an ETA; a line now and then where the output is a file."""
@@ -396,7 +416,7 @@ class _Training:
         size = train.global_batch // train.microbatches
         sums = []
         most = train.eval_batches * train.microbatches
-        for batch in self.data.evaluation.batches(size, most, jax.process_index(), jax.process_count()):
+        for batch in self.hosts.watched(self.data.evaluation.batches(size, most, self.program.host_rows(0))):
             sums.append(evaluate(state["params"], self.program.put(batch, 0), self.scalars))
         losses, counts = zip(*jax.device_get(sums), strict=True)  # the one wait for the device
         count = int(sum(map(float, counts)))
@@ -445,7 +465,7 @@ class _Training:
         return Summary(step, self.train_loss, self.eval_loss, entropy, self.tokens, stopped_by)
 
     def _say(self, line: str) -> None:
-        if not self.quiet and jax.process_index() == 0:
+        if not self.quiet:
             try:
                 tqdm.write(line, file=sys.stdout)
             except (OSError, ValueError, AttributeError):  # who read the output has gone; the run goes on

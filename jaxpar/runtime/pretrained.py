@@ -32,7 +32,7 @@ class Pretrained:
             raise ConfigError(FIELD, origin, "holds no complete checkpoint", legal)
         self._step, self._abstract = step, abstract_params
         self.directory, self._run = folder / f"step_{step}", RunFolder(folder.parent)
-        self._checkpoints.check(step, abstract_params, only="params")
+        self._checkpoints.check_fit(step, abstract_params, only="params")
 
     def load(self) -> Any:
         """The parameters, with the shardings that were asked for."""

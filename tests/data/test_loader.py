@@ -15,7 +15,6 @@ from source_helpers import RECORD_SOURCES
 from jaxpar.data import DataConfig, build_data
 from jaxpar.data.loader import Loader
 from jaxpar.data.stream import Stream
-from jaxpar.errors import ConfigError
 
 STEPS = 15
 
@@ -27,9 +26,9 @@ class CountingStream(Stream):
         super().__init__(*args)
         self.read: list[int] = []
 
-    def batch(self, first, count):
+    def batch(self, first, count, rows=None):
         self.read += range(first, first + count)
-        return super().batch(first, count)
+        return super().batch(first, count, rows)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +74,14 @@ def test_workers_change_nothing(mixed, workers):
     assert resumed.next == 2 * STEPS
 
 
+def part(count, host, hosts):
+    """The rows of one of several hosts."""
+    return np.arange(count).reshape(hosts, -1)[host]
+
+
 def test_workers_change_nothing_for_one_host_of_many(mixed):
-    whole = take(Loader(mixed, 4, first=28, host_index=1, host_count=2, prefetch=0), 6)
-    assert same(take(Loader(mixed, 4, first=28, host_index=1, host_count=2, workers=2, prefetch=1), 6), whole)
+    whole = take(Loader(mixed, 4, first=28, rows=part(4, 1, 2), prefetch=0), 6)
+    assert same(take(Loader(mixed, 4, first=28, rows=part(4, 1, 2), workers=2, prefetch=1), 6), whole)
 
 
 def resumed_at_every_step(sources):
@@ -150,39 +154,40 @@ def test_resuming_reads_nothing_earlier(stream, prefetch):
 @pytest.mark.parametrize("start", [0, 3])
 def test_hosts_share_each_batch(stream, hosts, start):
     alone = take(Loader(stream, 20, start), 3)
-    parts = [take(Loader(stream, 20, start, host, hosts), 3) for host in range(hosts)]
+    parts = [take(Loader(stream, 20, start, part(20, host, hosts)), 3) for host in range(hosts)]
     together = [
         {key: np.concatenate([part[key] for part in step]) for key in step[0]} for step in zip(*parts, strict=True)
     ]
     assert same(together, alone)
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 4, 5], [7], [3, 2, 2]], ids=str)
+def test_any_rows_of_a_batch(mixed, rows):
+    """The rows of a host are not contiguous when a step is cut into microbatches."""
+    alone = take(Loader(mixed, 8, 4), 3)
+    some = [{key: array[rows] for key, array in batch.items()} for batch in alone]
+    assert same(take(Loader(mixed, 8, 4, np.array(rows)), 3), some)
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 5])
 def test_hosts_cover_an_epoch_without_overlap(stream, hosts):
     """Five steps of 10 rows in all; each host reads its own part and no more."""
-    epochs = [first_tokens(take(Loader(stream, 10, 0, host, hosts, prefetch=0), 1)) for host in range(hosts)]
+    epochs = [first_tokens(take(Loader(stream, 10, 0, part(10, h, hosts), prefetch=0), 1)) for h in range(hosts)]
     assert sorted(chain(*epochs)) == [1 + 8 * row for row in range(10)]
 
 
 def test_more_hosts_than_rows(numbered):
     tiny = Stream([numbered([8, 8], 8)], [1.0], 0)
-    parts = [first_tokens(take(Loader(tiny, 4, 0, host, 4, prefetch=0), 3)) for host in range(4)]
+    parts = [first_tokens(take(Loader(tiny, 4, 0, part(4, host, 4), prefetch=0), 3)) for host in range(4)]
     assert Counter(chain(*parts)) == {1: 6, 9: 6}
-
-
-def test_a_batch_that_does_not_divide(stream):
-    with pytest.raises(ConfigError, match=r"^global_batch: 10 cannot be shared by 4 hosts"):
-        Loader(stream, 10, host_count=4)
-    with pytest.raises(ConfigError, match=r"^host_index: 2 is none of 2 hosts"):
-        Loader(stream, 10, host_index=2, host_count=2)
 
 
 def test_a_failing_read_is_raised(numbered):
     class Broken(Stream):
-        def batch(self, first, count):
+        def batch(self, first, count, rows=None):
             if first >= 4:
                 raise OSError("disk is gone")
-            return super().batch(first, count)
+            return super().batch(first, count, rows)
 
     with Loader(Broken([numbered([8] * 10, 8)], [1.0], 0), 2) as loader:
         next(loader)
