@@ -404,6 +404,7 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert cache_folder("auto") == Path.home() / ".cache" / "jaxpar" / "tokens"
     assert cache_folder(None) is None
     assert cache_folder("~/here") == Path.home() / "here"
+    assert cache_folder("~no such user/here") is None
     for bad in ("", "gs://bucket/tokens"):
         with pytest.raises(ConfigError, match=r"^data.cache: .*is no folder of this machine's file systems"):
             DataConfig(cache=bad).validate()
