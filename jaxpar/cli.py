@@ -1,10 +1,15 @@
 """The ``jaxpar`` command.
 
     jaxpar train CONFIG     train, in a new run folder
+    jaxpar generate RUN     what a run's model writes after a prompt
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
     jaxpar data CONFIG      what the model will see: sources, packing, document lengths, decoded rows
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
+    jaxpar tokenizer train  a byte-level BPE tokenizer from the text of a CONFIG, or of files
+    jaxpar report RUN ...   one page about a run or several: curves, memory, time, and what differs
+    jaxpar import FOLDER    a Hugging Face model becomes a run folder, to train on from
+    jaxpar export RUN       a run's parameters become a Hugging Face model
 
 CONFIG is a file, the name of one in ``configs/``, or a run folder. Any field of it can be set by a dotted flag:
 ``--optim.learning_rate 1e-3 --mesh.tensor 2``.
@@ -26,6 +31,8 @@ from jaxpar.overrides import apply_overrides, describe, load_config
 from jaxpar.serialize import from_json, type_check
 
 CONFIG = "a config file, its name, or a run folder"
+IMPORT = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
+EXPORT = "Write a run's parameters as a Hugging Face model."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +41,18 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    commands = {"train": _train, "show": _show, "data": _data, "parity": _parity, "bench": _bench}
+    commands = {
+        "train": _train,
+        "generate": _generate,
+        "tokenizer": _tokenizer,
+        "show": _show,
+        "data": _data,
+        "parity": _parity,
+        "bench": _bench,
+        "report": _report,
+        "import": _import,
+        "export": _export,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("``", ""))
         return 0
@@ -116,13 +134,14 @@ def _experiment(name: str, smoke: bool, overrides: list[str]) -> Any:
     return experiment
 
 
-def _split(command: str, arguments: list[str], default: str | None = None) -> tuple[str, list[str]]:
-    """The CONFIG argument and what follows it."""
+def _split(
+    command: str, arguments: list[str], default: str | None = None, what: str = f"CONFIG must come first: {CONFIG}"
+) -> tuple[str, list[str]]:
+    """The first argument, ``what`` it must be, and what follows it."""
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
     if default is not None or "-h" in arguments or "--help" in arguments:
         return default or "", arguments
-    what = "NAME must come first: train" if command == "bench" else f"CONFIG must come first: {CONFIG}"
     raise JaxparError(f"{command}: {what}")
 
 
@@ -165,31 +184,21 @@ def _train(arguments: list[str]) -> int:
     from jaxpar.runtime.loop import TrainingStopped, train
 
     devices = start_devices(options.devices)
+    from jaxpar.report.page import draw_loss
+
     try:
-        summary = train(experiment, run, devices, options.resume, options.quiet)
+        train(experiment, run, devices, options.resume, options.quiet)
     except TrainingStopped:
         with contextlib.suppress(JaxparError, OSError):  # the message is what matters
-            _draw(run, None)
+            draw_loss(run)
         raise
     try:
-        figure = _draw(run, summary.unigram_entropy)
+        figure = draw_loss(run)
     except OSError as error:
         raise TrainingStopped(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
-    if not options.quiet:
+    if figure and not options.quiet:
         print(f"curve    {figure}")
     return 0
-
-
-def _draw(run: Path, unigram_entropy: float | None) -> Path:
-    """The loss curve of a run folder, as a PNG in its figures."""
-    from jaxpar.report.curves import draw_loss
-    from jaxpar.runtime.run_folder import RunFolder
-
-    folder = RunFolder(run)
-    figure = folder.figures / "loss.png"
-    references = {} if unigram_entropy is None else {"unigram entropy": unigram_entropy}
-    draw_loss(folder.read_metrics(), figure, folder.path.name, references)
-    return figure
 
 
 def _new_run(name: str, resume: bool) -> Path:
@@ -202,6 +211,55 @@ def _new_run(name: str, resume: bool) -> Path:
         number += 1
         run = Path("runs") / f"{stem}-{number}"
     return run
+
+
+def _generate(arguments: list[str]) -> int:
+    name, rest = _split("generate", arguments, what="RUN must come first: a run folder")
+    parser = _parser("generate RUN", "Print what the model of a run folder writes after a prompt.")
+    parser.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
+    parser.add_argument("--prompts", type=Path, help="a file with one prompt a line")
+    parser.add_argument("--tokens", type=int, default=200, help="new tokens at most (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    parser.add_argument("--top-k", type=int, help="draw from the so many likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends it; may be given several times")
+    parser.add_argument("--samples", type=int, default=1, help="texts for each prompt")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument(
+        "--special-tokens", action="store_true", help="what the tokenizer adds to a prompt, such as BOS"
+    )
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options, overrides = _parse(parser, name, rest)
+    if not Path(name).is_dir():
+        raise ConfigError("run", name, "is not a folder", "the folder of a run")
+    for flag, least, most in (("tokens", 1, 2**24), ("samples", 1, 2**16), ("seed", 0, 2**31 - 1)):
+        if not least <= getattr(options, flag) <= most:
+            raise ConfigError(f"--{flag}", getattr(options, flag), "is out of range", f"{least} to {most}")
+    prompts = list(options.prompt or [])
+    if options.prompts is not None:
+        prompts += options.prompts.read_text(encoding="utf-8").splitlines()
+    experiment = _experiment(name, options.smoke, overrides)
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.models.sampling import SamplingConfig
+    from jaxpar.runtime.generate import generate
+
+    generate(
+        experiment,
+        Path(name),
+        start_devices(options.devices),
+        prompts or [""],
+        options.tokens,
+        SamplingConfig(options.temperature, options.top_k, options.top_p),
+        samples=options.samples,
+        seed=options.seed,
+        stop=options.stop,
+        special_tokens=options.special_tokens,
+        step=options.step,
+        as_json=options.json,
+    )
+    return 0
 
 
 def _show(arguments: list[str]) -> int:
@@ -263,7 +321,7 @@ def _parity(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    name, rest = _split("bench", arguments)
+    name, rest = _split("bench", arguments, what="NAME must come first: train")
     parser = _parser("bench NAME", "Measure; NAME: train.")
     parser.add_argument("--json", action="store_true", help="as JSON")
     options, overrides = _parse(parser, "", rest)
@@ -275,6 +333,107 @@ def _bench(arguments: list[str]) -> int:
     from jaxpar.runtime.bench_train import run_bench
 
     return run_bench(options.json)
+
+
+def _tokenizer(arguments: list[str]) -> int:
+    action, rest = _split("tokenizer", arguments, what="NAME must come first: train")
+    name, rest = _split("tokenizer train", rest, default="")
+    parser = _Parser(
+        prog="jaxpar tokenizer train [CONFIG]",
+        description="Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders, in place of CONFIG")
+    parser.add_argument("--vocab-size", type=int, help="tokens, with the 256 bytes and the end of a document")
+    parser.add_argument("--output", type=Path, help="the tokenizer.json to write, a new file")
+    parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    options, overrides = _parse(parser, name, rest)
+    if action != "train":
+        raise ConfigError("tokenizer", action, "is nothing it can do", "train")
+    if bool(name) == bool(options.input):
+        raise JaxparError(f"tokenizer train: the text is that of either CONFIG ({CONFIG}) or --input PATH ...")
+    for option in ("vocab_size", "output"):
+        if getattr(options, option) is None:
+            raise JaxparError(f"tokenizer train: --{option.replace('_', '-')} is missing")
+
+    from jaxpar.data import DataConfig
+    from jaxpar.data.sources import source_of
+    from jaxpar.data.train_tokenizer import train_tokenizer
+    from jaxpar.experiment import Experiment
+
+    if name:
+        experiment = _experiment(name, options.smoke, overrides)
+    else:
+        sources = tuple(source_of(path, "--input") for path in options.input)
+        experiment = apply_overrides(Experiment(data=DataConfig(sources=sources)), overrides)
+    report = train_tokenizer(experiment.data, options.vocab_size, options.output, options.quiet)
+    if not options.quiet:
+        print(report.render())
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    parser = _Parser(prog="jaxpar report", description="Write an HTML page about run folders.", allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=_folder, metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page, with figures in a folder beside it; default: report.html, in the folder of a single run",
+    )
+    options = parser.parse_args(arguments)
+
+    from jaxpar.report.page import write_report
+
+    print(f"report   {write_report(options.runs, options.output)}")
+    return 0
+
+
+def _import(arguments: list[str]) -> int:
+    name, rest = _split("import", arguments, what="HF_FOLDER must come first: a folder with config.json")
+    parser = _Parser(prog="jaxpar import HF_FOLDER", description=IMPORT, allow_abbrev=False)
+    parser.add_argument("--run", type=_folder, help="run folder to make; needed")
+    parser.add_argument("--devices", help="N devices to spread it over, a CPU cut into as many; or cpu:N")
+    parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
+    options, overrides = _parse(parser, "", rest)
+    if options.run is None:
+        raise ConfigError("--run", "", "does not say which folder to make", "a new folder")
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.weights.convert import import_folder
+
+    def adjust(experiment: Any) -> Any:
+        experiment = apply_overrides(experiment, overrides)
+        type_check(experiment)
+        return experiment
+
+    devices = start_devices(options.devices)
+    same = import_folder(_folder(name), options.run, devices, print, adjust, options.verify)
+    return 0 if same else 1
+
+
+def _export(arguments: list[str]) -> int:
+    what = "RUN and HF_FOLDER must come first: a run folder, and a new folder to write"
+    name, rest = _split("export", arguments, what=what)
+    target, rest = _split("export", rest, what=what)
+    parser = _Parser(prog="jaxpar export RUN HF_FOLDER", description=EXPORT, allow_abbrev=False)
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as imported, else float32")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file; default: 5GB")
+    parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
+    options, overrides = _parse(parser, "", rest)
+    if overrides:
+        raise ConfigError("export", " ".join(overrides), "takes no overrides")
+
+    from jaxpar.mesh.devices import start_devices
+    from jaxpar.weights.convert import export_run
+    from jaxpar.weights.files import parse_size
+
+    most = parse_size(options.max_shard_size)
+    start_devices()
+    same = export_run(Path(name), _folder(target), print, options.dtype, most, options.step, options.verify)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

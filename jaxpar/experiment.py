@@ -13,6 +13,7 @@ from jaxpar.errors import ConfigError, divisors
 from jaxpar.mesh.axes import MeshConfig
 from jaxpar.mesh.rules import BATCH_AXES, ShardingRules
 from jaxpar.models.decoder import DecoderConfig
+from jaxpar.models.sampling import SamplesConfig
 from jaxpar.optim.optimizers import AdamWConfig, SGDConfig
 from jaxpar.tasks.language_model import LanguageModelConfig
 
@@ -26,6 +27,7 @@ class TrainConfig:
     microbatches: int = 1  # pieces a step is cut into; gradients add up
     seq_len: int = 256  # tokens per sequence
     seed: int = 0  # of weights and of the order of data
+    init_from: str | None = None  # a run folder or one of its checkpoints: start with its parameters, all else fresh
     compute: Literal["auto", "float32", "bfloat16"] = "auto"  # matrix products; auto: bfloat16, on a CPU float32
     remat: Literal["none", "dots", "qkv", "full"] = "none"  # what the backward pass recomputes in a layer
     eval_every: int = 200  # steps between evaluations; there is always one at the end
@@ -63,12 +65,13 @@ class Experiment:
     data: DataConfig = DataConfig()
     optim: AdamWConfig | SGDConfig = AdamWConfig()
     train: TrainConfig = TrainConfig()
+    samples: SamplesConfig = SamplesConfig()
     mesh: MeshConfig = MeshConfig()
     rules: ShardingRules = ShardingRules()
 
     def validate(self) -> None:
         """Check every component by itself. Raises ConfigError."""
-        for part in (self.model, self.task, self.data, self.optim, self.train, self.rules):
+        for part in (self.model, self.task, self.data, self.optim, self.train, self.samples, self.rules):
             part.validate()
         self.optim.schedule.validate_for(self.train.steps)
         for name, value in self.scalars().items():

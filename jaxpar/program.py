@@ -66,13 +66,13 @@ class Program:
             context=self.sizes["context"],
         )
         self._describe_parameters()
-        self._stored = self._tree([p.layout.stored for p in self.parameters])
-        self._updated = self._tree([p.layout.updated for p in self.parameters])
+        self._stored = self.tree([p.layout.stored for p in self.parameters])
+        self._updated = self.tree([p.layout.updated for p in self.parameters])
         self._reducer = Reducer(self._layouts, self.sizes)
         self._layout = MeshLayout(
             sizes=self.sizes,
             rules=experiment.rules,
-            zero_dims=self._zero_dims(),
+            zero_dims=self.zero_dims,
             dtype=self.dtype,
             kernel=self.kernel,
             remat_policy=experiment.train.remat,
@@ -93,14 +93,15 @@ class Program:
             layout = place(name, axes, shape, self.sizes, experiment.rules)
             self.parameters.append(Parameter(name, axes, shape, layout, group_of(axes)))
         self._structure = jax.tree.structure(shapes)
-        self._layouts = self._tree([p.layout for p in self.parameters])
-        self._groups = self._tree([p.group for p in self.parameters])
+        self._layouts = self.tree([p.layout for p in self.parameters])
+        self._groups = self.tree([p.group for p in self.parameters])
 
-    def _tree(self, leaves: list[Any]) -> Any:
+    def tree(self, leaves: list[Any]) -> Any:
         """``leaves``, one for each of ``parameters``, as a tree like the parameters."""
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _zero_dims(self) -> dict[LogicalAxes, int | None]:
+    @functools.cached_property
+    def zero_dims(self) -> dict[LogicalAxes, int | None]:
         """Logical axes of one layer's slice -> the dimension of the slice that ZeRO 2 or 3 cuts."""
         dims: dict[LogicalAxes, int | None] = {}
         for p in self.parameters:
@@ -135,6 +136,16 @@ class Program:
             transform_non_params=lambda _: PartitionSpec(),
         )
         return {"params": self._stored, "opt": opt, "step": PartitionSpec(), "skipped": PartitionSpec()}
+
+    @functools.cached_property
+    def abstract_params(self) -> Any:
+        """Shapes, dtypes and shardings of the parameters."""
+        return self.tree(
+            [
+                jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=NamedSharding(self.mesh, p.layout.stored))
+                for p in self.parameters
+            ]
+        )
 
     @functools.cached_property
     def abstract_state(self) -> State:
@@ -200,14 +211,17 @@ class Program:
             check_vma=self.kernel == "chunked",  # the other kernels carry no varying-axes types
         )
 
+    def model(self, params: Any) -> Any:
+        """The task's module with these parameters, for tracing."""
+        variables = jax.tree.leaves(self._template, is_leaf=is_variable)
+        values = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lent))
+        filled = [v.replace(x) for v, x in zip(variables, values, strict=True)]
+        structure = jax.tree.structure(self._template, is_leaf=is_variable)
+        return nnx.merge(self._graph, jax.tree.unflatten(structure, filled))
+
     def _objective(self, scalars: dict[str, jax.Array]) -> Any:
         def objective(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            variables = jax.tree.leaves(self._template, is_leaf=is_variable)
-            values = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lent))
-            filled = [v.replace(x) for v, x in zip(variables, values, strict=True)]
-            state = jax.tree.unflatten(jax.tree.structure(self._template, is_leaf=is_variable), filled)
-            model = nnx.merge(self._graph, state)
-            return self.experiment.task.objective(model, batch, scalars, self._layout)
+            return self.experiment.task.objective(self.model(params), batch, scalars, self._layout)
 
         return objective
 
@@ -285,9 +299,8 @@ class Program:
             k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(self.mesh, spec))
             for k, x in self.abstract_batch.items()
         }
-        params = self.abstract_state["params"]
         with self.tracing():
-            return jax.jit(self._evaluate).lower(params, batch, self.scalars()).compile()
+            return jax.jit(self._evaluate).lower(self.abstract_params, batch, self.scalars()).compile()
 
     @functools.cached_property
     def num_parameters(self) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.experiment import AdamWConfig, DecoderConfig, Experiment, MeshConfig, ShardingRules, TrainConfig
+from jaxpar.models.rope import RopeConfig
 from jaxpar.program import Program
 
 # LLVM's optimizer is most of what a small program costs on a CPU; XLA's own passes are not touched by this.
@@ -32,22 +33,29 @@ RELU2 = DecoderConfig(
     vocab_size=48, num_layers=2, embed=32, num_heads=8, num_kv_heads=4, head_dim=8, mlp_width=64, mlp="relu2",
     qkv_bias=True, qk_norm=True, logit_softcap=4.0, scan_unroll=2,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "gemma": GEMMA, "gpt": GPT, "relu2": RELU2}
+GEMMA3 = DecoderConfig(  # two local layers, a global one, two local ones past the last whole group
+    vocab_size=48, num_layers=5, embed=32, num_heads=4, num_kv_heads=2, mlp_width=64, mlp="geglu", qk_norm=True,
+    tie_embeddings=True, embed_scale=True, sliding_window=5, global_every=3, attention_scale=0.1, norm_offset=True,
+    post_norms=True, rope=RopeConfig(theta=1e6, scaling="linear", factor=8.0), local_rope=RopeConfig(theta=1e4),
+)  # fmt: skip
+MODELS = {"llama": LLAMA, "gemma": GEMMA, "gpt": GPT, "relu2": RELU2, "gemma3": GEMMA3}
 
 
 # -- the equations ---------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x, scale, eps):
-    """x / sqrt(mean(x^2) + eps) * scale."""
-    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+def rms_norm(x, p, config):
+    """x / sqrt(mean(x^2) + eps) * scale, or 1 + scale."""
+    scale = p["scale"] + 1 if config.norm_offset else p["scale"]
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scale
 
 
-def turn(x_BSHK, positions_BS, theta):
-    """The pairs (x_i, x_{i + K/2}) as complex numbers, times exp(i position theta^(-2i/K))."""
+def turn(x_BSHK, positions_BS, rope):
+    """The pairs (x_i, x_{i + K/2}) as complex numbers, times exp(i position theta^(-2i/K) / factor)."""
+    assert rope.scaling in ("none", "linear")
     half = x_BSHK.shape[-1] // 2
     z = x_BSHK[..., :half] + 1j * x_BSHK[..., half:]
-    z = z * jnp.exp(1j * positions_BS[:, :, None, None] * theta ** (-jnp.arange(half) / half))
+    z = z * jnp.exp(1j * positions_BS[:, :, None, None] * rope.theta ** (-jnp.arange(half) / half) / rope.factor)
     return jnp.concatenate([z.real, z.imag], -1)
 
 
@@ -59,11 +67,11 @@ def sees(segments_BS, window):
     return seen & (segments_BS[:, :, None] == segments_BS[:, None, :])
 
 
-def softmax_attention(q_BSHK, k_BTGK, v_BTGK, seen_BST, softcap):
-    """softmax(q k^T / sqrt(K)) v with every key/value head repeated for its queries."""
+def softmax_attention(q_BSHK, k_BTGK, v_BTGK, seen_BST, softcap, scale=None):
+    """softmax(q k^T scale) v, by default over sqrt(K), with every key/value head repeated for its queries."""
     repeats = q_BSHK.shape[2] // k_BTGK.shape[2]
     k, v = jnp.repeat(k_BTGK, repeats, 2), jnp.repeat(v_BTGK, repeats, 2)
-    logits = jnp.einsum("bshk,bthk->bhst", q_BSHK, k) / q_BSHK.shape[-1] ** 0.5
+    logits = jnp.einsum("bshk,bthk->bhst", q_BSHK, k) * (scale or q_BSHK.shape[-1] ** -0.5)
     if softcap:
         logits = softcap * jnp.tanh(logits / softcap)
     weights = jnp.where(seen_BST[:, None], jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
@@ -87,22 +95,26 @@ def mlp(p, x, kind):
 
 def logits(params, config, batch):
     """[B, S, V] of a decoder, layer after layer."""
-    positions, seen = batch["positions"], sees(batch["segments"], config.sliding_window)
+    positions = batch["positions"]
     x = params["embedding"]["table"][batch["tokens"]]
     if config.embed_scale:
         x = x * config.embed**0.5
     for i in range(config.num_layers):
         p = jax.tree.map(lambda w: w[i], params["layers"])  # noqa: B023
-        a, y = p["attention"], rms_norm(x, p["attention_norm"]["scale"], config.norm_eps)
+        is_global = config.sliding_window is None or (config.global_every and (i + 1) % config.global_every == 0)
+        seen = sees(batch["segments"], None if is_global else config.sliding_window)
+        rope = config.rope if is_global else config.local_rope or config.rope
+        a, y = p["attention"], rms_norm(x, p["attention_norm"], config)
         q, k, v = (jnp.einsum("bsd,dhk->bshk", y, a[n]) + a.get(f"{n}_bias", 0) for n in "qkv")
         if config.qk_norm:
-            q = rms_norm(q, a["q_norm"]["scale"], config.norm_eps)
-            k = rms_norm(k, a["k_norm"]["scale"], config.norm_eps)
-        q, k = turn(q, positions, config.rope.theta), turn(k, positions, config.rope.theta)
-        o = softmax_attention(q, k, v, seen, config.attention_softcap)
-        x = x + jnp.einsum("bshk,hkd->bsd", o, a["o"]) + a.get("o_bias", 0)
-        x = x + mlp(p["mlp"], rms_norm(x, p["mlp_norm"]["scale"], config.norm_eps), config.mlp)
-    x = rms_norm(x, params["final_norm"]["scale"], config.norm_eps)
+            q, k = rms_norm(q, a["q_norm"], config), rms_norm(k, a["k_norm"], config)
+        q, k = turn(q, positions, rope), turn(k, positions, rope)
+        o = softmax_attention(q, k, v, seen, config.attention_softcap, config.attention_scale)
+        y = jnp.einsum("bshk,hkd->bsd", o, a["o"]) + a.get("o_bias", 0)
+        x = x + (rms_norm(y, p["attention_post_norm"], config) if config.post_norms else y)
+        y = mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config), config.mlp)
+        x = x + (rms_norm(y, p["mlp_post_norm"], config) if config.post_norms else y)
+    x = rms_norm(x, params["final_norm"], config)
     out = x @ (params["embedding"]["table"].T if config.tie_embeddings else params["head"]["kernel"])
     return config.logit_softcap * jnp.tanh(out / config.logit_softcap) if config.logit_softcap else out
 
@@ -150,13 +162,13 @@ def random_params(program):
         std = 0.5 if name == "embedding.table" else 1.5 * shape[1 if name.startswith("layers") else 0] ** -0.5
         return (std * rng.normal(size=shape)).astype(np.float32)
 
-    structure = jax.tree.structure(program.abstract_state["params"])
+    structure = jax.tree.structure(program.abstract_params)
     return jax.tree.unflatten(structure, [fill(p.name, p.shape) for p in program.parameters])
 
 
 def put_params(program, params):
     """``params`` as the Program stores them."""
-    return jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), params, program.abstract_state["params"])
+    return jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), params, program.abstract_params)
 
 
 def put_state(program, params):

@@ -2,7 +2,8 @@
 
 Text -> ``sources`` -> ``tokenizers`` -> ``corpus`` (flat tokens in files, train and evaluation split; ``cache`` keeps
 them) -> ``packing`` (rows of ``seq_len``) -> ``mixture`` (which row is sequence n, in closed form) -> ``stream`` ->
-``loader`` (ahead of time, by host). No JAX here, and grain and tokenizers are imported only when used.
+``loader`` (ahead of time, by host). No JAX here, and grain, tokenizers and what reads a file format are imported only
+when used.
 
 Tokens are mapped, never held. What grows with the data in memory is 16 bytes per training document with ``concat``
 packing and about 32 per piece with ``first_fit``; three times that for a moment at the start.
@@ -21,17 +22,22 @@ K sources, S positions of a row, V vocabulary.
 from jaxpar.data.build import Data, DataConfig, build_data
 from jaxpar.data.loader import Loader
 from jaxpar.data.packing import Batch
-from jaxpar.data.sources import JsonLines, Source, StandardLibrary, TextFiles
+from jaxpar.data.records import Filter
+from jaxpar.data.sources import ArrayRecord, JsonLines, Parquet, SavedDataset, Source, StandardLibrary, TextFiles
 from jaxpar.data.stream import Evaluation, Stream
 from jaxpar.data.tokenizers import Tokenizer
 
 __all__ = [
+    "ArrayRecord",
     "Batch",
     "Data",
     "DataConfig",
     "Evaluation",
+    "Filter",
     "JsonLines",
     "Loader",
+    "Parquet",
+    "SavedDataset",
     "Source",
     "StandardLibrary",
     "Stream",

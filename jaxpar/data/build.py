@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -55,7 +55,8 @@ class DataConfig:
             raise ConfigError("data.sources", self.sources, "is no tuple of sources", "at least one source")
         for k, source in enumerate(self.sources):
             if not isinstance(source, Source):
-                raise ConfigError(f"data.sources.{k}", source, "is no source", "StandardLibrary, TextFiles, JsonLines")
+                legal = ", ".join(kind.__name__ for kind in get_args(Source))
+                raise ConfigError(f"data.sources.{k}", source, "is no source", legal)
             source.validate(f"data.sources.{k}")
         if self.packing not in PACKINGS:
             rule = f"is no way of packing.{did_you_mean(self.packing, PACKINGS)}"

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ The share is None where the input's size says little about its text: compressed 
 """
 
 ENTRY = "corpus.json"
+BLANK = "white space alone"
 
 _ENCODE_DOCUMENTS = 256
 _ENCODE_CHARACTERS = 1 << 20
@@ -50,7 +52,7 @@ class Corpus:
 
     Document ``d`` is ``tokens_N[offsets[d]:offsets[d + 1]]``; ``hashes_D`` are 64-bit hashes of the texts, ``counts_V``
     how often each id occurs. ``digest`` is a hash of the tokens and the document borders. ``text_bytes`` is the size
-    of the documents' UTF-8 text; ``blank`` counts the documents of white space alone, which were skipped.
+    of the documents' UTF-8 text; ``dropped`` counts the documents that were left out, by why: ``BLANK`` or a filter.
     ``origin`` says in words whether it was read or found.
     """
 
@@ -61,7 +63,7 @@ class Corpus:
     counts_V: np.ndarray
     digest: str
     text_bytes: int
-    blank: int
+    dropped: dict[str, int]
     origin: str
 
     @property
@@ -75,24 +77,29 @@ class Corpus:
         return np.diff(self.offsets)
 
     def held_out_D(self, fraction: float, field: str) -> np.ndarray:
-        """A boolean per document: whether it belongs to the evaluation split.
+        """A boolean per document: whether it belongs to the evaluation split, see ``held_out``."""
+        return held_out(self.hashes_D, fraction, field, self.name)
 
-        A document is held out when the hash of its text, as a number in [0, 1), is below ``fraction``: equal texts
-        fall on the same side, and neither seed nor the other documents matter. The border moves only where that
-        would leave a side empty: then one text (the lowest or the highest hash) is put there.
 
-        Raise ``ConfigError`` when ``fraction`` is above 0 and all documents are one text.
-        """
-        if fraction == 0:
-            return np.zeros(len(self.hashes_D), bool)
-        held_out_D = self.hashes_D < np.uint64(int(fraction * 2**64))
-        if held_out_D.any() and not held_out_D.all():
-            return held_out_D
-        distinct = np.unique(self.hashes_D)
-        if len(distinct) < 2:
-            rule = f"needs two different documents in every source; {field} ({self.name}) has {len(self.hashes_D)}"
-            raise ConfigError("data.eval_fraction", fraction, rule, "0, more documents, or a separator in TextFiles")
-        return self.hashes_D < distinct[-1 if held_out_D.all() else 1]
+def held_out(hashes_D: np.ndarray, fraction: float, field: str, name: str) -> np.ndarray:
+    """A boolean per document of the source ``field``: whether it belongs to the evaluation split.
+
+    A document is held out when the hash of its text, as a number in [0, 1), is below ``fraction``: equal texts fall on
+    the same side, and neither seed nor the other documents matter. The border moves only where that would leave a side
+    empty: then one text (the lowest or the highest hash) is put there.
+
+    Raise ``ConfigError`` when ``fraction`` is above 0 and all documents are one text.
+    """
+    if fraction == 0:
+        return np.zeros(len(hashes_D), bool)
+    held_out_D = hashes_D < np.uint64(int(fraction * 2**64))
+    if held_out_D.any() and not held_out_D.all():
+        return held_out_D
+    distinct = np.unique(hashes_D)
+    if len(distinct) < 2:
+        rule = f"needs two different documents in every source; {field} ({name}) has {len(hashes_D)}"
+        raise ConfigError("data.eval_fraction", fraction, rule, "0, more documents, or a separator in TextFiles")
+    return hashes_D < distinct[-1 if held_out_D.all() else 1]
 
 
 def write_corpus(
@@ -112,24 +119,24 @@ def write_corpus(
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
     end = np.array([tokenizer.eos], dtype)
     counts_V = np.zeros(tokenizer.vocab_size, np.int64)
-    seen = {"documents": 0, "tokens": 0, "text_bytes": 0, "blank": 0}
+    seen = {"documents": 0, "tokens": 0, "text_bytes": 0}
+    dropped: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         tokens, offsets, hashes = (
             stack.enter_context(_Output(folder / name)) for name in ("tokens", "offsets", "hashes")
         )
         offsets.write(np.zeros(1, "<i8"))
-        for texts in _batches(source.documents(field), seen):
+        for texts in _batches(source.documents(field, dropped), dropped):
             ids = tokenizer.encode(texts)
             flat = np.concatenate([part for one in ids for part in (one.astype(dtype, copy=False), end)])
             ends = seen["tokens"] + np.cumsum([len(one) + 1 for one in ids], dtype="<i8")
-            utf8 = [text.encode("utf-8") for text in texts]
             tokens.write(flat)
             offsets.write(ends)
-            hashes.write(np.array([_hash(text) for text in utf8], "<u8"))
+            hashes.write(np.array([text_hash(text) for text in texts], "<u8"))
             counts_V += np.bincount(flat, minlength=len(counts_V))
             seen["documents"] += len(texts)
             seen["tokens"] = int(ends[-1])
-            seen["text_bytes"] += sum(map(len, utf8))
+            seen["text_bytes"] += sum(len(text.encode("utf-8")) for text in texts)
             if progress is not None:
                 share = min(seen["text_bytes"] / input_bytes, 1.0) if input_bytes else None
                 progress(source.name, seen["documents"], seen["tokens"], share)
@@ -138,7 +145,7 @@ def write_corpus(
     _write(folder / "counts", counts_V.astype("<i8").data)
     arrays = [map_file(folder / "offsets", "<i8"), map_file(folder / "hashes", "<u8"), counts_V]
     digest = _digest(arrays[0], folder / "tokens", dtype)
-    entry = {**about, **seen, "dtype": dtype.str, "eos": tokenizer.eos, "digest": digest}
+    entry = {**about, **seen, "dropped": dropped, "dtype": dtype.str, "eos": tokenizer.eos, "digest": digest}
     entry["checksum"] = _checksum(entry, arrays)
     _write(folder / ENTRY, json.dumps(entry, indent=1).encode())
 
@@ -165,7 +172,7 @@ def open_corpus(folder: Path, name: str, lease: object, origin: str) -> Corpus:
             raise Damaged("a document does not end where it should")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # not there, no JSON, another JSON
         raise Damaged(getattr(error, "strerror", None) or str(error) or "unreadable") from error
-    kept = {key: entry[key] for key in ("digest", "text_bytes", "blank")}
+    kept = {key: entry[key] for key in ("digest", "text_bytes", "dropped")}
     return Corpus(name, tokens_N, offsets, hashes_D, counts_V, **kept, origin=origin)
 
 
@@ -211,13 +218,13 @@ def _write(path: Path, content: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def _batches(documents: Iterator[str], seen: dict[str, int]) -> Iterator[list[str]]:
+def _batches(documents: Iterator[str], dropped: Counter[str]) -> Iterator[list[str]]:
     """Documents that are not blank, as many at a time as are worth one call of the tokenizer."""
     batch: list[str] = []
     characters = 0
     for text in documents:
         if not text.strip():
-            seen["blank"] += 1
+            dropped[BLANK] += 1
             continue
         batch.append(text)
         characters += len(text)
@@ -228,8 +235,9 @@ def _batches(documents: Iterator[str], seen: dict[str, int]) -> Iterator[list[st
         yield batch
 
 
-def _hash(utf8: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
+def text_hash(text: str) -> int:
+    """64 bits that a text and its equals have in common."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 def _digest(offsets: np.ndarray, tokens: Path, dtype: np.dtype) -> str:

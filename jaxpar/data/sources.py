@@ -1,25 +1,34 @@
-"""Where the text comes from: the Python standard library, text files, or JSON lines.
+"""Where the text comes from: Python's standard library, text files, or records (JSON lines, Parquet, ...).
 
-A source yields its documents in one fixed order that depends only on what is on disk. ``weight`` is the source's
-share of the training *sequences* relative to the other sources, whatever their sizes.
+A source yields its documents in one fixed order that depends only on what is on disk: files by their paths, records as
+they stand in the files. ``weight`` is the source's share of the training *sequences* relative to the other sources,
+whatever their sizes. Nothing but the document at hand, and a stretch of its file, is in memory.
+
+Every source has ``documents(field, dropped)``, the texts, and ``inputs(field)``, the files that they come from, found
+without reading them; ``field`` is what errors call the source, such as ``data.sources.0``.
 """
 
 from __future__ import annotations
 
-import glob
-import json
-import math
+import codecs
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jaxpar.data.files import find_files, open_file, reading, require
+from jaxpar.data.records import Records, check_weight, parse_json
+from jaxpar.data.tables import Parquet, SavedDataset
 from jaxpar.errors import ConfigError
 
 # Installed packages, tests and bundled tools, and what is generated for the machine at hand.
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 _STDLIB_GENERATED = ("_sysconfigdata", "config-")
+_CHUNK = 1 << 20  # bytes of text decoded at a time
+_RECORDS = 64  # of an array_record file read at a time
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,10 @@ class StandardLibrary:
 
     def validate(self, field: str = "data.sources.0") -> None:
         """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
-        _check_weight(self.weight, field)
+        check_weight(self.weight, field)
 
     def inputs(self, field: str = "data.sources.0") -> list[Path]:
-        """The files that ``documents`` reads, in order."""
+        """The files that are read, in order."""
         root = Path(sysconfig.get_paths()["stdlib"])
         modules = []
         for folder, subfolders, files in os.walk(root):
@@ -49,8 +58,8 @@ class StandardLibrary:
             modules += [Path(folder, name) for name in files if name.endswith(".py") and _is_library(name)]
         return sorted(modules, key=lambda path: path.relative_to(root).as_posix())
 
-    def documents(self, field: str = "data.sources.0") -> Iterator[str]:
-        """Yield the text of each module; bytes that are not UTF-8 become U+FFFD."""
+    def documents(self, field: str = "data.sources.0", dropped: Counter[str] | None = None) -> Iterator[str]:
+        """Yield the text of each module; bytes that are not UTF-8 become U+FFFD. None is ever ``dropped``."""
         for path in self.inputs(field):
             yield path.read_bytes().decode("utf-8", errors="replace")
 
@@ -59,7 +68,8 @@ class StandardLibrary:
 class TextFiles:
     """UTF-8 text: ``path`` is a file, a glob pattern, or a folder, which is searched to any depth.
 
-    One document per file, or, with a ``separator``, one per stretch of text between separators.
+    One document per file, or, with a ``separator``, one per stretch of text between separators. Files that end in
+    ``.gz`` or ``.zst`` are decompressed. A byte order mark is no part of the text; line ends are kept as they are.
     """
 
     path: str
@@ -73,97 +83,147 @@ class TextFiles:
 
     def validate(self, field: str = "data.sources.0") -> None:
         """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
-        _check_weight(self.weight, field)
+        check_weight(self.weight, field)
         if self.separator == "":
             raise ConfigError(f"{field}.separator", self.separator, "is empty", "None, or at least one character")
 
     def inputs(self, field: str = "data.sources.0") -> list[Path]:
-        """The files that ``documents`` reads, in order; raise ``ConfigError`` when there are none."""
-        return _files(self.path, f"{field}.path", folders=True)
+        """The files that are read, in order."""
+        return find_files(self.path, f"{field}.path")
 
-    def documents(self, field: str = "data.sources.0") -> Iterator[str]:
-        """Yield the documents, in the order of their paths; raise ``ConfigError`` for text that is not UTF-8."""
+    def documents(self, field: str = "data.sources.0", dropped: Counter[str] | None = None) -> Iterator[str]:
+        """Yield the documents; raise ``ConfigError`` for text that is not UTF-8. None is ever ``dropped``."""
         for path in self.inputs(field):
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except UnicodeDecodeError as error:
-                rule = f"holds a file that is not UTF-8 text: {path} (byte {error.start})"
-                raise ConfigError(f"{field}.path", self.path, rule) from None
-            yield from text.split(self.separator) if self.separator else (text,)
+            with reading(path, self.path, field):
+                text = self._text(path, field)
+                yield from _split(text, self.separator) if self.separator else ("".join(text),)
+
+    def _text(self, path: Path, field: str) -> Iterator[str]:
+        """Yield the text of a file, a chunk at a time."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        begin, chunk = 0, b"any"
+        with open_file(path, field) as file:
+            while chunk:
+                chunk = file.read(_CHUNK)
+                kept = len(decoder.getstate()[0])
+                try:
+                    text = decoder.decode(chunk, final=not chunk)
+                except UnicodeDecodeError as error:
+                    rule = f"holds a file that is not UTF-8 text: {path} (byte {begin - kept + error.start})"
+                    raise ConfigError(f"{field}.path", self.path, rule) from None
+                yield text if begin else text.removeprefix("\ufeff")
+                begin += len(chunk)
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """One JSON object per line, its text under the key ``field``; ``path`` is a file or a glob pattern."""
+class JsonLines(Records):
+    """One JSON object per line; blank lines are skipped.
 
-    path: str
-    field: str = "text"
-    weight: float = 1.0
+    ``path`` is a file, a glob pattern, or a folder, which is searched to any depth for *.jsonl. Files that end in
+    ``.gz`` or ``.zst`` are decompressed. Lines count from 1.
+    """
 
-    @property
-    def name(self) -> str:
-        """What summaries call this source."""
-        return self.path
+    column: str = "text"
+
+    def inputs(self, field: str = "data.sources.0") -> list[Path]:
+        """The files that are read, in order."""
+        return find_files(self.path, f"{field}.path", ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst"))
+
+    def _records(self, field: str) -> Iterator[tuple[str, Any]]:
+        for path in self.inputs(field):
+            with reading(path, self.path, field), open_file(path, field) as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        place = f"{path}:{number}"
+                        yield place, parse_json(line, self.path, place, field)
+
+
+@dataclass(frozen=True)
+class ArrayRecord(Records):
+    """array_record files, whose records are UTF-8 text, or, with a ``column``, JSON objects. No other kind is read.
+
+    ``path`` is a file, a glob pattern, or a folder, which is searched to any depth for *.array_record, with or without
+    the suffix of a shard. Records count from 0.
+    """
 
     def validate(self, field: str = "data.sources.0") -> None:
         """Raise ``ConfigError`` naming ``field`` (such as ``data.sources.0``) for an illegal value; reads no file."""
-        _check_weight(self.weight, field)
+        super().validate(field)
+        if self.where and self.column is None:
+            rule = "has no columns to look at: without a column the records are plain text"
+            raise ConfigError(f"{field}.where", ", ".join(map(str, self.where)), rule, "a column as well, for JSON")
 
     def inputs(self, field: str = "data.sources.0") -> list[Path]:
-        """The files that ``documents`` reads, in order; raise ``ConfigError`` when there are none."""
-        return _files(self.path, f"{field}.path", folders=False)
+        """The files that are read, in order."""
+        return find_files(self.path, f"{field}.path", ("*.array_record*", "*.arrayrecord*"))
 
-    def documents(self, field: str = "data.sources.0") -> Iterator[str]:
-        """Yield one document per line, reading line by line; blank lines are skipped.
-
-        Raise ``ConfigError`` naming file and line for bad JSON, a missing key, or a value that is not text.
-        """
+    def _records(self, field: str) -> Iterator[tuple[str, Any]]:
+        module = require("array_record.python.array_record_module", f"{field}.path", self.path)
         for path in self.inputs(field):
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield self._text(line, f"{path}:{number}", field)
+            with reading(path, self.path, field, RuntimeError):
+                reader = module.ArrayRecordReader(str(path), "readahead_buffer_size:1M,max_parallelism:1")
+                if not reader.ok():  # it would only count no records
+                    raise EOFError("it is no array_record file, or not a whole one")
+                count = reader.num_records()
+                for begin in range(0, count, _RECORDS):
+                    for number, content in enumerate(reader.read(begin, min(begin + _RECORDS, count)), start=begin):
+                        place = f"{path} record {number}"
+                        yield place, self._record(content, place, field)
+                reader.close()
 
-    def _text(self, line: bytes, place: str, field: str) -> str:
+    def _record(self, content: bytes, place: str, field: str) -> Any:
+        if self.column is not None:
+            return parse_json(content, self.path, place, field)
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
-            raise ConfigError(f"{field}.path", self.path, f"holds a line that is not JSON: {place}: {error}") from None
-        if not isinstance(record, dict) or not isinstance(text := record.get(self.field), str):
-            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else f"none, a {type(record).__name__}"
-            raise ConfigError(f"{field}.field", self.field, f"is not a text in {place}", f"its keys: {keys}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            rule = f"holds half a surrogate pair, which is not text: {place}"
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            rule = f"holds a record that is not UTF-8 text: {place} (byte {error.start})"
             raise ConfigError(f"{field}.path", self.path, rule) from None
-        return text
 
 
-Source = StandardLibrary | TextFiles | JsonLines
+Source = StandardLibrary | TextFiles | JsonLines | Parquet | SavedDataset | ArrayRecord
+
+
+def source_of(path: str, field: str) -> Source:
+    """The source for ``path``, by the names of its files; all that are of no other kind are text.
+
+    Raise ``ConfigError`` naming ``field`` when there is no file, or files of more than one kind.
+    """
+    folder = Path(os.path.expanduser(path))
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return SavedDataset(path)
+    kinds = sorted({_class_of(file) for file in find_files(path, field)}, key=lambda kind: kind.__name__)
+    if len(kinds) > 1:
+        rule = f"names files of different kinds: {', '.join(kind.__name__ for kind in kinds)}"
+        raise ConfigError(field, path, rule, "files of one kind, such as a pattern picks")
+    return kinds[0](path)
+
+
+def _class_of(file: Path) -> type[TextFiles | JsonLines | Parquet | ArrayRecord]:
+    name = file.name.lower()
+    if name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+        return JsonLines
+    if name.endswith(".parquet"):
+        return Parquet
+    return ArrayRecord if ".array_record" in name or ".arrayrecord" in name else TextFiles
 
 
 def _is_library(name: str) -> bool:
     return name not in _STDLIB_SKIPPED and not name.startswith(_STDLIB_GENERATED)
 
 
-def _check_weight(weight: float, field: str) -> None:
-    if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-        raise ConfigError(f"{field}.weight", weight, "cannot be a share of the mixture", "a finite number above 0")
-
-
-def _files(pattern: str, field: str, folders: bool) -> list[Path]:
-    """The files that ``pattern`` names, sorted by path; never empty."""
-    path = Path(os.path.expanduser(pattern))
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        if not folders:
-            raise ConfigError(field, pattern, "is a folder", f"a file or a pattern such as {path / '*.jsonl'}")
-        inside = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
-        found = [(rel.as_posix(), file) for rel, file in inside if not any(part.startswith(".") for part in rel.parts)]
-    else:
-        found = [(file, Path(file)) for file in glob.glob(str(path), recursive=True) if os.path.isfile(file)]
-    if not found:
-        raise ConfigError(field, pattern, "names no file" if path.is_dir() else "does not exist and matches no file")
-    return [file for _, file in sorted(found)]
+def _split(chunks: Iterator[str], separator: str) -> Iterator[str]:
+    """``"".join(chunks).split(separator)``, a document at a time."""
+    keep = len(separator) - 1  # characters that may be the begin of a separator
+    held: list[str] = []  # of the document at hand
+    rest = ""  # what follows, not looked through to its end
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(separator)
+        if whole:
+            yield "".join([*held, whole[0]])
+            yield from whole[1:]
+            held = []
+        if len(rest) > keep:
+            held.append(rest[: len(rest) - keep])
+            rest = rest[len(rest) - keep :]
+    yield "".join([*held, rest])

@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
     eos: int
     identity: str
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, without an end token."""
+    def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        """Return the ids of each text, without an end token; with what the tokenizer itself adds, if asked to."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -49,8 +49,8 @@ class ByteTokenizer:
     eos = 256
     identity = "bytes"
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the bytes of each text."""
+    def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        """Return the bytes of each text; there are no special tokens to add."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -86,10 +86,13 @@ class HuggingFaceTokenizer:
             raise ConfigError("data.eos_token", eos_token, rule, legal)
         self.eos: int = found[0]
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text; the library spreads a long list over the cores."""
+    def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        """Return the ids of each text, or, with ``special_tokens``, of the library's template around it (BOS).
+
+        The library spreads a long list over the cores.
+        """
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         except BaseException as error:
             raise _refused(error, self._path, "cannot encode this text") from None
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]

@@ -27,6 +27,12 @@ class Mask:
 
     window: int | None = None
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    scale: float | None = None  # factor on the logits; none: head_dim ** -0.5
+
+    def scaled(self, q_BSHK: jax.Array) -> jax.Array:
+        """The queries times ``scale``."""
+        scale = q_BSHK.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return q_BSHK * jnp.asarray(scale, q_BSHK.dtype)
 
 
 def attention(
@@ -48,9 +54,8 @@ def attention(
     G = k_BTGK.shape[2]
     if H % G:
         raise ValueError(f"{H} query heads are not a multiple of {G} key/value heads")
-    scale = K**-0.5
     R = H // G
-    q = (q_BSHK * jnp.asarray(scale, q_BSHK.dtype)).reshape(B, S, G, R, K).swapaxes(2, 3).reshape(B, S * R, G, K)
+    q = mask.scaled(q_BSHK).reshape(B, S, G, R, K).swapaxes(2, 3).reshape(B, S * R, G, K)
     if q_segments_BS is not None:
         q_segments_BS = jnp.repeat(q_segments_BS, R, axis=1)
     aligned = isinstance(q_offset, int) and q_offset == 0
@@ -59,6 +64,38 @@ def attention(
     else:
         o = _in_blocks(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, R, chunk, aligned)
     return o.reshape(B, S, R, G, K).swapaxes(2, 3).reshape(B, S, H, K)
+
+
+def attend_cached(
+    q_BHK: jax.Array,
+    k_BGK: jax.Array,
+    v_BGK: jax.Array,
+    cached_k_BTGK: jax.Array,
+    cached_v_BTGK: jax.Array,
+    at_B: jax.Array,
+    mask: Mask = Mask(),
+) -> jax.Array:
+    """What the query at position ``at_B`` of each row reads, [B, H, K]: its own key, and those cached before it.
+
+    Slot ``t`` of the cache holds position ``t``; slots from ``at_B`` on are not looked at, whatever they hold. Softmax
+    in fp32; no collectives.
+    """
+    B, H, K = q_BHK.shape
+    T, G = cached_k_BTGK.shape[1:3]
+    q = mask.scaled(q_BHK).reshape(B, G, H // G, K)
+    ago_BT = at_B[:, None] - jnp.arange(T)
+    seen_BT = (ago_BT > 0) & (ago_BT < (mask.window or T + 1))
+    cached = jnp.einsum("bgrk,btgk->bgrt", q, cached_k_BTGK, preferred_element_type=jnp.float32)
+    own = jnp.einsum("bgrk,bgk->bgr", q, k_BGK, preferred_element_type=jnp.float32)
+    s = jnp.concatenate([cached, own[..., None]], axis=-1)
+    if mask.softcap is not None:
+        s = mask.softcap * jnp.tanh(s / mask.softcap)
+    seen = jnp.pad(seen_BT, ((0, 0), (0, 1)), constant_values=True)[:, None, None]
+    p = jax.nn.softmax(jnp.where(seen, s, NEVER), axis=-1).astype(v_BGK.dtype)
+    values = jnp.where(seen_BT[..., None, None], cached_v_BTGK, 0)  # what an unused slot holds may be anything
+    o = jnp.einsum("bgrt,btgk->bgrk", p[..., :-1], values, preferred_element_type=jnp.float32)
+    o += p[..., -1:] * v_BGK[:, :, None]
+    return o.astype(q_BHK.dtype).reshape(B, H, K)
 
 
 def _visible(q_at: jax.Array, k_at: jax.Array, q_seg: Any, k_seg: Any, window: int | None) -> jax.Array:

@@ -1,9 +1,11 @@
-"""A decoder-only transformer: Llama-, GPT- and Qwen3-class models by config."""
+"""A decoder-only transformer: Llama-, GPT-, Qwen- and Gemma-class models by config."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,6 +14,7 @@ from flax import nnx
 
 from jaxpar.errors import ConfigError, divisors
 from jaxpar.models import rope
+from jaxpar.models.attention import Mask
 from jaxpar.models.initializers import weight
 from jaxpar.models.layers import GATED, DecoderLayer, RMSNorm
 from jaxpar.models.layout import Layout, SingleDevice
@@ -35,18 +38,35 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     sliding_window: int | None = None  # positions a query sees, itself included; none: all earlier ones
+    global_every: int | None = None  # every so many-th layer has no sliding window (Gemma 2: 2, Gemma 3: 6)
+    attention_scale: float | None = None  # factor on attention logits; none: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     tie_embeddings: bool = False  # the head is the embedding transposed
     embed_scale: bool = False  # multiply embeddings by sqrt(embed) (Gemma)
     norm_eps: float = 1e-6
+    norm_offset: bool = False  # norms multiply by 1 + scale (Gemma)
+    post_norms: bool = False  # also norm what attention and MLP add to the residual (Gemma 2)
     rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None  # of the layers with a sliding window (Gemma 3); none: rope
     scan_unroll: int = 1  # layers per iteration of the layer scan: more is faster to run, slower to compile
 
     @property
     def width_of_head(self) -> int:
         """``head_dim``, given or derived."""
         return self.head_dim or self.embed // self.num_heads
+
+    def kinds(self) -> tuple[tuple[Mask, RopeConfig], ...]:
+        """Mask and rotary positions of the first layers; layer i is like layer i modulo how many these are."""
+
+        def kind(window: int | None, rope: RopeConfig) -> tuple[Mask, RopeConfig]:
+            return Mask(window, self.attention_softcap, self.attention_scale), rope
+
+        everywhere = kind(None, self.rope)
+        if self.sliding_window is None:
+            return (everywhere,)
+        local = kind(self.sliding_window, self.local_rope or self.rope)
+        return (local,) if self.global_every is None else (*[local] * (self.global_every - 1), everywhere)
 
     def residual_std(self, fan_in: int) -> float:
         """Weights that write to the residual start smaller, by the square root of how many there are (GPT-2)."""
@@ -56,7 +76,7 @@ class DecoderConfig:
         """Raise ConfigError for a shape no decoder has."""
         for name in (
             "vocab_size", "num_layers", "embed", "num_heads", "num_kv_heads", "mlp_width", "scan_unroll",
-            "head_dim", "sliding_window", "attention_softcap", "logit_softcap", "norm_eps",
+            "head_dim", "sliding_window", "attention_softcap", "attention_scale", "logit_softcap", "norm_eps",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -82,7 +102,16 @@ class DecoderConfig:
                 f"does not divide model.num_layers {self.num_layers}",
                 divisors(self.num_layers),
             )
+        if self.sliding_window is None:
+            for name in ("global_every", "local_rope"):
+                if getattr(self, name) is not None:
+                    rule = "means nothing without model.sliding_window"
+                    raise ConfigError(f"model.{name}", getattr(self, name), rule, "none, or set the window too")
+        if self.global_every is not None and self.global_every < 2:
+            raise ConfigError("model.global_every", self.global_every, "is too small", "2 or more, or none")
         self.rope.validate(self.width_of_head)
+        if self.local_rope is not None:
+            self.local_rope.validate(self.width_of_head, "model.local_rope")
 
     def matmul_parameters(self) -> int:
         """Weights that multiply activations: every matrix but the embedding lookup."""
@@ -95,10 +124,11 @@ class DecoderConfig:
 
         Causal attention counts as half (a window as its band), recomputation does not count (PaLM, appendix B).
         """
-        window = min(self.sliding_window or seq_len, seq_len)
-        keys = window - window * (window - 1) / (2 * seq_len)  # keys per query, averaged over the sequence
-        attention = 12 * self.num_layers * self.num_heads * self.width_of_head * keys
-        return 6 * self.matmul_parameters() + attention
+        kinds, keys = self.kinds(), 0.0
+        for i in range(self.num_layers):
+            window = min(kinds[i % len(kinds)][0].window or seq_len, seq_len)
+            keys += window - window * (window - 1) / (2 * seq_len)  # keys per query, averaged over the sequence
+        return 6 * self.matmul_parameters() + 12 * self.num_heads * self.width_of_head * keys
 
 
 class Embedding(nnx.Module):
@@ -123,34 +153,45 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = Embedding(config, rngs=rngs)
         self.layers = stack(lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)), rngs, config.num_layers)
-        self.final_norm = RMSNorm(config.norm_eps, embed=config.embed)
+        self.final_norm = RMSNorm(config, embed=config.embed)
         self.head = None if config.tie_embeddings else Head(config, rngs=rngs)
 
     def hidden(
         self, tokens_BS: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None, layout: Layout
     ) -> tuple[jax.Array, jax.Array]:
         """The final residual [B, S, D] (sequence-sharded as the layout has it) and the head matrix [D, V]."""
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _: Any) -> tuple[jax.Array, None]:
+            return layout.attention(q, k, v, segments_BS, mask), None
+
+        return self.run(tokens_BS, positions_BS, attend, None, layout)[:2]
+
+    def run(
+        self, tokens_BS: jax.Array, positions_BS: jax.Array, attend: Callable[..., Any], memory: Any, layout: Layout
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """As ``hidden``, with ``attend(q, k, v, mask, memory of the layer) -> (heads' output, memory)``.
+
+        ``memory``: arrays with a leading axis of layers, or None; the third result is what each layer made of it.
+        """
         table_VD = layout.gather(self.embedding).table[...]
         x_BSD = layout.embed(table_VD, tokens_BS)
         if self.config.embed_scale:
             x_BSD = x_BSD * jnp.asarray(self.config.embed**0.5, x_BSD.dtype)
-        cos, sin = rope.tables(self.config.rope, self.config.width_of_head, positions_BS)
         graph, params = nnx.split(self.layers)
 
-        def layer(x_BSD: jax.Array, params: Any, cos: Any, sin: Any, segments_BS: Any) -> jax.Array:
-            return layout.gather(nnx.merge(graph, params))(x_BSD, cos, sin, segments_BS, layout)
+        def layer(mask: Mask, cos: jax.Array, sin: jax.Array, x_BSD: jax.Array, of_layer: Any) -> tuple[jax.Array, Any]:
+            params, memory = of_layer
+            own = layout.gather(nnx.merge(graph, params))
+            return own(x_BSD, cos, sin, lambda q, k, v: attend(q, k, v, mask, memory), layout)
 
-        layer = layout.remat(layer, in_loop=self.config.scan_unroll < self.config.num_layers)
-        if self.config.scan_unroll == self.config.num_layers:  # a plain loop: a scan would stack what backward needs
-            for one in _unstack(params, self.config.num_layers):
-                x_BSD = layer(x_BSD, one, cos, sin, segments_BS)
-        else:
-            x_BSD, _ = jax.lax.scan(
-                lambda x, p: (layer(x, p, cos, sin, segments_BS), None), x_BSD, params, unroll=self.config.scan_unroll
-            )
+        kinds = [
+            functools.partial(layer, mask, *rope.tables(config, self.config.width_of_head, positions_BS))
+            for mask, config in self.config.kinds()
+        ]
+        x_BSD, memory = _run(kinds, x_BSD, (params, memory), self.config, layout)
         x_BSD = layout.gather(self.final_norm)(x_BSD)
         head_DV = table_VD.T if self.head is None else layout.gather(self.head).kernel[...]
-        return x_BSD, head_DV
+        return x_BSD, head_DV, memory
 
     def __call__(
         self,
@@ -173,6 +214,46 @@ def stack(make: Any, rngs: nnx.Rngs, count: int) -> Any:
     keys = jax.random.split(rngs.params(), count)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(keys[0])))
     return nnx.merge(graph, jax.vmap(lambda key: nnx.split(make(key))[1])(keys))
+
+
+def _run(kinds: Sequence[Callable[..., Any]], x: Any, stacked: Any, config: DecoderConfig, layout: Layout) -> Any:
+    """Layer after layer, ``x, kept = kinds[i % len(kinds)](x, stacked[i])``: a scan over groups of one layer per kind.
+
+    Layers beyond the last whole group follow the scan. Unrolled whole, there is none: it would stack what the backward
+    pass needs.
+    """
+    unrolled, period = config.scan_unroll == config.num_layers, len(kinds)
+    groups = 0 if unrolled else config.num_layers // period
+    looped, rest = _cut(stacked, groups * period)
+
+    def body(x: Any, group: Any) -> Any:
+        return _each([layout.remat(kind, in_loop=True) for kind in kinds], x, group, period)
+
+    kept = []
+    if groups:
+        looped = jax.tree.map(lambda w: w.reshape(groups, period, *w.shape[1:]), looped)
+        x, of_groups = jax.lax.scan(body, x, looped, unroll=max(1, config.scan_unroll // period))
+        kept.append(jax.tree.map(lambda w: w.reshape(groups * period, *w.shape[2:]), of_groups))
+    if count := config.num_layers - groups * period:
+        x, of_rest = _each([layout.remat(kind, in_loop=False) for kind in kinds], x, rest, count)
+        kept.append(of_rest)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept)
+
+
+def _each(kinds: Sequence[Callable[..., Any]], x: Any, stacked: Any, count: int) -> Any:
+    """``count`` layers in a plain loop."""
+    kept = []
+    for i, one in enumerate(_unstack(stacked, count)):
+        x, of_layer = kinds[i % len(kinds)](x, one)
+        kept.append(of_layer)
+    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *kept)
+
+
+def _cut(stacked: Any, count: int) -> tuple[Any, Any]:
+    """The first ``count`` layers and the others (the transpose of the split is one concatenation)."""
+    leaves, structure = jax.tree.flatten(stacked)
+    parts = [jax.lax.split(w, (count, w.shape[0] - count)) for w in leaves]
+    return jax.tree.unflatten(structure, [p[0] for p in parts]), jax.tree.unflatten(structure, [p[1] for p in parts])
 
 
 def _unstack(params: Any, count: int) -> list[Any]:

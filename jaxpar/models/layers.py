@@ -12,7 +12,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.models import rope
-from jaxpar.models.attention import Mask
 from jaxpar.models.initializers import constant, weight
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 GATED = ("swiglu", "geglu")
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""q [B, S, H, K], k and v [B, S, G, K] of one layer -> what the heads read [B, S, H, K], and what is kept (a cache)."""
+
 
 def _add(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """In fp32, so that the bias's gradient is summed over tokens in fp32."""
@@ -34,20 +36,24 @@ def _add(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, statistics in fp32 (Zhang & Sennrich, arXiv:1910.07467)."""
+    """x / rms(x) * scale over the last axis, statistics in fp32 (Zhang & Sennrich, arXiv:1910.07467).
 
-    def __init__(self, eps: float, **axis: int):
-        self.eps = eps
-        self.scale = constant(1.0, **axis)
+    With ``norm_offset`` the factor is 1 + scale.
+    """
+
+    def __init__(self, config: DecoderConfig, **axis: int):
+        self.eps = config.norm_eps
+        self.offset = 1.0 if config.norm_offset else 0.0
+        self.scale = constant(1.0 - self.offset, **axis)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale[...]).astype(x.dtype)
+        return (x32 * (self.offset + self.scale[...] if self.offset else self.scale[...])).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, optional biases, QK-norm and a sliding window."""
+    """Grouped-query attention with rotary positions, optional biases and QK-norm."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         D, K, H, G = config.embed, config.width_of_head, config.num_heads, config.num_kv_heads
@@ -59,11 +65,12 @@ class Attention(nnx.Module):
         self.k_bias = constant(0.0, kv_heads=G, head_dim=K) if config.qkv_bias else None
         self.v_bias = constant(0.0, kv_heads=G, head_dim=K) if config.qkv_bias else None
         self.o_bias = constant(0.0, embed=D) if config.out_bias else None
-        self.q_norm = RMSNorm(config.norm_eps, head_dim=K) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.norm_eps, head_dim=K) if config.qk_norm else None
-        self.mask = Mask(config.sliding_window, config.attention_softcap)
+        self.q_norm = RMSNorm(config, head_dim=K) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, head_dim=K) if config.qk_norm else None
 
-    def __call__(self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array, segments_BS: Any, layout: Layout) -> jax.Array:
+    def __call__(
+        self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, layout: Layout
+    ) -> tuple[jax.Array, Any]:
         x_BSD = layout.enter(x_BSD, "heads")
         q_BSHK = jnp.einsum("bsd,dhk->bshk", x_BSD, self.q[...])
         k_BSGK = jnp.einsum("bsd,dgk->bsgk", x_BSD, self.k[...])
@@ -73,9 +80,9 @@ class Attention(nnx.Module):
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = rope.rotate(q_BSHK, cos, sin), rope.rotate(k_BSGK, cos, sin)
         q_BSHK, k_BSGK, v_BSGK = (checkpoint_name(x, "qkv") for x in (q_BSHK, k_BSGK, v_BSGK))
-        o_BSHK = layout.attention(q_BSHK, k_BSGK, v_BSGK, segments_BS, self.mask)
+        o_BSHK, kept = attend(q_BSHK, k_BSGK, v_BSGK)
         y_BSD = layout.leave(jnp.einsum("bshk,hkd->bsd", o_BSHK, self.o[...]), "heads")
-        return _add(y_BSD, self.o_bias)
+        return _add(y_BSD, self.o_bias), kept
 
 
 class MLP(nnx.Module):
@@ -98,14 +105,24 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with ``post_norms`` what is added is normed too."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.norm_eps, embed=config.embed)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.norm_eps, embed=config.embed)
-        self.mlp = MLP(config, rngs=rngs)
+        def post_norm() -> RMSNorm | None:
+            return RMSNorm(config, embed=config.embed) if config.post_norms else None
 
-    def __call__(self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array, segments_BS: Any, layout: Layout) -> jax.Array:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, segments_BS, layout)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD), layout)
+        self.attention_norm = RMSNorm(config, embed=config.embed)
+        self.attention = Attention(config, rngs=rngs)
+        self.attention_post_norm = post_norm()
+        self.mlp_norm = RMSNorm(config, embed=config.embed)
+        self.mlp = MLP(config, rngs=rngs)
+        self.mlp_post_norm = post_norm()
+
+    def __call__(
+        self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, layout: Layout
+    ) -> tuple[jax.Array, Any]:
+        """The residual after this layer, and what ``attend`` keeps of it."""
+        y_BSD, kept = self.attention(self.attention_norm(x_BSD), cos, sin, attend, layout)
+        x_BSD = x_BSD + (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
+        y_BSD = self.mlp(self.mlp_norm(x_BSD), layout)
+        return x_BSD + (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)), kept

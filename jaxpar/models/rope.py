@@ -26,14 +26,14 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: rotations over original_length above which a frequency is left alone
     beta_slow: float = 1.0  # yarn: and below which it is scaled whole
 
-    def validate(self, head_dim: int) -> None:
+    def validate(self, head_dim: int, field: str = "model.rope") -> None:
         """Raise ConfigError for frequencies that cannot be, or not of heads of this width."""
         for name in ("theta", "factor", "original_length"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"model.rope.{name}", getattr(self, name), "is not positive", "a positive number")
+                raise ConfigError(f"{field}.{name}", getattr(self, name), "is not positive", "a positive number")
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise ConfigError(
-                "model.rope.high_frequency_factor",
+                f"{field}.high_frequency_factor",
                 self.high_frequency_factor,
                 "is not above low_frequency_factor",
                 f"more than {self.low_frequency_factor}",
@@ -46,7 +46,7 @@ class RopeConfig:
         if not legal:
             rule = f"has no finite frequencies for heads of width {head_dim} with these numbers"
             raise ConfigError(
-                "model.rope.scaling", self.scaling, rule, "theta above 1, positive betas, a factor of 1 to 100"
+                f"{field}.scaling", self.scaling, rule, "theta above 1, positive betas, a factor of 1 to 100"
             )
 
 

@@ -58,7 +58,7 @@ def run_kernel(
     if kernel == "cudnn":
         window = None if mask.window is None else (mask.window - 1, 0)
         return jax.nn.dot_product_attention(
-            q_BSHK, k_BSGK, v_BSGK, is_causal=True, local_window_size=window, implementation="cudnn"
+            q_BSHK, k_BSGK, v_BSGK, scale=mask.scale, is_causal=True, local_window_size=window, implementation="cudnn"
         )
     return attention(q_BSHK, k_BSGK, v_BSGK, segments_BS, segments_BS, mask)
 
@@ -69,9 +69,8 @@ def _splash(
     kernel = _splash_kernel(q.shape[1], q.shape[2], mask, interpret)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     ids = None if segments is None else splash.SegmentIds(segments, segments)
-    heads_first = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    heads_first = [x.transpose(0, 2, 1, 3) for x in (mask.scaled(q), k, v)]
     return jax.vmap(kernel)(*heads_first, segment_ids=ids).transpose(0, 2, 1, 3)
 
 

@@ -1,4 +1,5 @@
-"""What a config resolves to and what a run did, as text and figures.
+"""What a config resolves to and what a run did, as text, figures and a page.
 
-``show`` describes a Program before anything runs; ``curves`` draws the loss of a run from its folder.
+``show`` describes a Program before anything runs. ``page`` is the report of run folders: ``runs`` reads them,
+``curves`` and ``bars`` draw them on a ``canvas``, which decides how every figure looks.
 """

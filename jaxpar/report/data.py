@@ -10,11 +10,10 @@ import numpy as np
 
 from jaxpar.data import Data
 from jaxpar.experiment import Experiment
-from jaxpar.report.curves import BLUE, GREY, RED
+from jaxpar.report.canvas import MUTED, PALETTE
 
 WIDTH = 100
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-COLOURS = (BLUE, RED, "#2f8f5b", "#b07d12", "#7b4fa3", "#3a9fb5")
 SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 END, MASKED = "⟨end⟩", "▒"
 HEAD, TAIL = 6, 2  # lines shown of a long piece
@@ -31,7 +30,7 @@ def describe_data(experiment: Experiment, data: Data, examples: int = 0) -> dict
     for k, (source, corpus) in enumerate(zip(summary["sources"], data.corpora, strict=True)):
         lengths_D = corpus.lengths_D
         held_out = int(corpus.held_out_D(data.config.eval_fraction, f"data.sources.{k}").sum())
-        source["text_bytes"], source["blank_documents"] = corpus.text_bytes, corpus.blank
+        source["text_bytes"], source["dropped"] = corpus.text_bytes, corpus.dropped
         source["bytes_per_token"] = corpus.text_bytes / max(source["tokens"] - source["documents"], 1)
         source["train"]["documents"] = source["documents"] - held_out
         source["train"]["epochs"] = source["share"] * sequences / source["train"]["rows"]
@@ -109,14 +108,15 @@ def render(description: dict[str, Any]) -> str:
         *(f"source     {_short(source['name'], 60)}: {source['origin']}" for source in sources),
         "",
     ]
-    table: list[tuple[str, ...]] = [("source", "mixture", "documents", "blank", "tokens", "bytes/token", "epochs")]
+    table: list[tuple[str, ...]] = [("source", "mixture", "documents", "left out", "tokens", "bytes/token", "epochs")]
     splits: list[tuple[str, ...]] = [("source", "split", "documents", "tokens", "rows", "filled", "padding")]
     lengths: list[tuple[str, ...]] = [
         ("tokens per document", "least", "5%", "25%", "median", "75%", "95%", "most", "mean")
     ]
     for source in sources:
         name = _short(source["name"], 28)
-        counts = (f"{source[key]:,}" for key in ("documents", "blank_documents", "tokens"))
+        left_out = sum(source["dropped"].values())
+        counts = (f"{number:,}" for number in (source["documents"], left_out, source["tokens"]))
         per_token, epochs = f"{source['bytes_per_token']:.2f}", f"{source['train']['epochs']:.3g}"
         table.append((name, f"{source['share']:.1%}", *counts, per_token, epochs))
         for split in ("train", "eval"):
@@ -125,10 +125,17 @@ def render(description: dict[str, Any]) -> str:
                 splits.append((name, split, *counts, f"{part['packing_efficiency']:.2%}", f"{part['padding']:,}"))
         found = [*source["document_tokens"]["quantiles"].values(), source["document_tokens"]["mean"]]
         lengths.append((name, *(f"{value:,.0f}" for value in found)))
+    reasons = [
+        f"left out of {_short(source['name'], 28)}: "
+        + ", ".join(f"{count:,} by {_short(why, 60)}" for why, count in source["dropped"].items())
+        for source in sources
+        if source["dropped"]
+    ]
     for rows in (table, splits, lengths):
         lines += [*_table(rows), ""]
     lines += [
-        "blank: documents of white space alone, left out.  epochs: how often the run goes through the source.",
+        *reasons,
+        "epochs: how often the run goes through the source.",
         "filled: the share of the rows' places that hold a token; the others are padding.",
         "",
     ]
@@ -208,19 +215,19 @@ def draw_lengths(data: Data, path: Path, title: str) -> None:
     longest = max(int(corpus.lengths_D.max()) for corpus in data.corpora)
     edges = np.unique(np.geomspace(shortest, longest + 1, 61).round())  # whole: no bin lies between two lengths
     for k, corpus in enumerate(data.corpora):
-        lengths_D, colour = corpus.lengths_D, COLOURS[k % len(COLOURS)]
+        lengths_D, colour = corpus.lengths_D, PALETTE[k % len(PALETTE)]
         label = f"{_short(corpus.name, 32)}: {len(lengths_D):,} documents, {len(corpus.tokens_N):,} tokens"
         for axes, weights in ((document_axes, None), (token_axes, lengths_D)):
             counts = np.histogram(lengths_D, edges, weights=weights)[0]
             axes.stairs(100 * counts / counts.sum(), edges, color=colour, linewidth=1.4, label=label)
             axes.stairs(100 * counts / counts.sum(), edges, color=colour, alpha=0.12, fill=True)
     for axes, what in ((document_axes, "documents"), (token_axes, "tokens")):
-        axes.axvline(seq_len, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2)
+        axes.axvline(seq_len, color=MUTED, linestyle=(0, (6, 3)), linewidth=1.2)
         axes.set(ylabel=f"{what} (% of the source's)", ylim=(0, None))
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     note = f" a row: {seq_len:,} tokens"
-    document_axes.annotate(note, (seq_len, 1), xycoords=("data", "axes fraction"), va="top", color=GREY, fontsize=9)
+    document_axes.annotate(note, (seq_len, 1), xycoords=("data", "axes fraction"), va="top", color=MUTED, fontsize=9)
     token_axes.set(xscale="log", xlabel="length of the document (tokens, the end token included)")
     token_axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(title.encode("utf-8", "replace").decode(), x=0.01, ha="left", fontsize=11, fontweight="bold")

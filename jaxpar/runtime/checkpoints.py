@@ -116,31 +116,44 @@ class Checkpoints:
         leaves = self._marker(step)["leaves"]
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (dtype, shape) in leaves.items()}
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
+    def restore(self, step: int, abstract_state: Any, only: str | None = None) -> Any:
         """The saved state, bitwise, as a pytree like ``abstract_state``.
 
-        ``abstract_state`` holds a ``jax.ShapeDtypeStruct`` with a sharding for each leaf, over any mesh.
+        ``abstract_state`` holds a ``jax.ShapeDtypeStruct`` with a sharding for each leaf, over any mesh. ``only``: one
+        key of the saved state, such as ``"params"``, whose subtree ``abstract_state`` is; the rest is not read.
 
         Raises ``JaxparError`` before any array is read if a leaf is missing, unexpected or of another shape or dtype,
         and if the checkpoint is missing, incomplete or damaged.
         """
         self.wait()
         directory, marker = self._directory(step), self._marker(step)
-        wanted = _named_leaves(abstract_state)
+        wanted = self._wanted(step, abstract_state, only)
         for name, leaf in wanted.items():
             if leaf.sharding is None:
                 raise ValueError(f"{name}: no sharding to restore to")
-        _check_fit(directory, {name: _describe(*leaf) for name, leaf in marker["leaves"].items()}, wanted)
         try:
             _check_contents(directory, marker["files"])
-            with _orbax() as ocp:
+            with _orbax(partial=only is not None) as ocp:
                 leaves = ocp.load(directory, wanted)
         except JaxparError as error:
             raise JaxparError(f"{error}{self._others(step)}") from error
         except Exception as error:
             raise JaxparError(f"{directory} cannot be read: {_reason(error)}{self._others(step)}") from error
-        self._current = step
+        self._current = step if only is None else self._current
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in wanted])
+
+    def check(self, step: int, abstract_state: Any, only: str | None = None) -> None:
+        """Raise what ``restore`` would raise without reading an array."""
+        self._wanted(step, abstract_state, only)
+
+    def _wanted(self, step: int, abstract_state: Any, only: str | None) -> dict[str, Any]:
+        """The leaves of ``abstract_state`` by their saved names, compared with the marker of ``step``."""
+        saved = {name: _describe(*leaf) for name, leaf in self._marker(step)["leaves"].items()}
+        wanted = _named_leaves(abstract_state if only is None else {only: abstract_state})
+        if only is not None:
+            saved = {name: leaf for name, leaf in saved.items() if name.startswith(f"{only}.")}
+        _check_fit(self._directory(step), saved, wanted)
+        return wanted
 
     def _directory(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -205,13 +218,14 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _orbax() -> Iterator[Any]:
+def _orbax(partial: bool = False) -> Iterator[Any]:
     """The orbax v1 module under this file's settings; imported here because it is slow to import."""
     from orbax.checkpoint import v1 as ocp
 
     logging.getLogger("absl").addFilter(_not_from_orbax)
     context = ocp.Context()
     context.asynchronous.create_directories_asynchronously = False  # a folder that cannot be made fails at once
+    context.pytree.loading.partial_load = partial
     with context:
         yield ocp
 

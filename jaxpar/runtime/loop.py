@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import math
 import signal
 import sys
@@ -26,7 +28,9 @@ from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.generate import Writer
 from jaxpar.runtime.metrics import Meter
+from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.serialize import difference, from_json, to_json
 
@@ -77,9 +81,9 @@ def load_data(experiment: Experiment, quiet: bool = True) -> Data:
     return data
 
 
-def describe_executable(step: Any) -> dict[str, Any]:
-    """Bytes on each device by class, as XLA planned them, and the versions that compiled."""
-    memory = step.memory_analysis()
+def describe_executable(program: Program) -> dict[str, Any]:
+    """Bytes on each device by class, as XLA planned them; the size of the model, the devices, the version of JAX."""
+    memory = program.step.memory_analysis()
     bytes_of = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -88,7 +92,13 @@ def describe_executable(step: Any) -> dict[str, Any]:
         "code": memory.generated_code_size_in_bytes,
     }
     total = sum(bytes_of.values()) - 2 * bytes_of["aliased"]
-    return {"bytes_per_device": {"total": total, **bytes_of}, "jax": jax.__version__}
+    return {
+        "bytes_per_device": {"total": total, **bytes_of},
+        "parameters": program.num_parameters,
+        "mesh": dict(program.sizes),
+        "device": program.mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+    }
 
 
 @contextlib.contextmanager
@@ -138,6 +148,7 @@ class _Training:
         if not self.resume:
             self.folder.refuse_a_run()
         saved = self._saved_config()
+        pretrained = self._pretrained()
         self.data = load_data(self.experiment, self.quiet)
         if jax.process_index() == 0:
             self.folder.start(to_json(saved or self.experiment), self.resume)
@@ -151,9 +162,15 @@ class _Training:
             step = self.program.step
             seconds = time.perf_counter() - compile_start
             self._say(f"compiled in {seconds:.1f} s")
-            self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(step)})
+            self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(self.program)})
+            self.folder.write("data.json", {"unigram_entropy": self.entropy})
             if state is None:
                 state = self.program.init()
+            if pretrained is not None:
+                del state["params"]  # freed before their successors come
+                state["params"] = pretrained.load()
+                pretrained.hand_on(self.folder)
+                self._say(f"begins   with the parameters of {pretrained.directory}; optimizer and schedule are new")
             try:
                 return self._loop(step, state, first or 0)
             except (ConfigError, TrainingStopped):
@@ -174,6 +191,11 @@ class _Training:
         """The config of the run that is resumed; checks that it can go on with this one."""
         if not (self.resume and self.folder.config_file.exists()):
             return None
+        latest = self.checkpoints.latest()
+        if latest is not None and "data" not in self.checkpoints.metadata(latest):
+            rule = "holds imported weights, not a run that can go on"
+            legal = f"another folder, with --train.init_from {self.folder.path}"
+            raise ConfigError("run", str(self.folder.path), rule, legal)
         return from_json(Experiment, self.folder.read_config())
 
     def _introduce(self, first: int | None, saved: Experiment | None) -> None:
@@ -210,6 +232,13 @@ class _Training:
                 self._say(f"changed  {path}: {old} -> {new}")
         elif self.resume:
             self._say("no checkpoint to resume from; starting at step 0")
+
+    def _pretrained(self) -> Pretrained | None:
+        """What the run begins with, known to fit; None where a checkpoint of its own or random weights are."""
+        origin = self.experiment.train.init_from
+        if origin is None or (self.resume and self.checkpoints.latest() is not None):
+            return None
+        return Pretrained(origin, self.program.abstract_params)
 
     def _restore(self, step: int, saved: Experiment | None) -> Any:
         metadata = self.checkpoints.metadata(step)
@@ -259,7 +288,9 @@ class _Training:
                 stopping = signals.caught is not None or last
                 evaluating = (t + 1) % train.eval_every == 0 or last  # a signal changes no metrics
                 saving = (t + 1) % train.checkpoint_every == 0 or stopping
-                if evaluating or saving or self.skipped_in_a_row:
+                every = self.experiment.samples.every
+                sampling = every is not None and ((t + 1) % every == 0 or last)
+                if evaluating or sampling or saving or self.skipped_in_a_row:
                     done += 1
                     self._record(done, pending)
                     pending = None
@@ -268,6 +299,8 @@ class _Training:
                         self._give_up(done, state)
                     if evaluating:
                         self._evaluate(done, state)
+                    if sampling:
+                        self._write_samples(done, state)
                     if saving:
                         self._save(done, state)
                     self.meter.pause(time.perf_counter() - pause)
@@ -331,6 +364,18 @@ class _Training:
         self.eval_loss = sum(map(float, losses)) / max(count, 1)
         self.folder.append({"step": step, "tokens": self.tokens, "eval_loss": self.eval_loss, "eval_tokens": count})
         self._say(f"step {step:,}: evaluation loss {self.eval_loss:.4f} nats/token")
+
+    @functools.cached_property
+    def _writer(self) -> Writer:
+        return Writer(self.program, self.data.tokenizer)
+
+    def _write_samples(self, step: int, state: Any) -> None:
+        """What the model writes after each prompt, by the same draws every time."""
+        samples, seed = self.experiment.samples, self.experiment.train.seed
+        weights = self._writer.generator.ready(state["params"])
+        for one in self._writer.write(weights, samples.prompts, samples.tokens, samples.sampling, seed):
+            self.folder.append_sample({"step": step, **dataclasses.asdict(one)})
+            self._say(f"step {step:,}: {json.dumps(one.prompt + one.text, ensure_ascii=False)}")
 
     def _save(self, step: int, state: Any) -> None:
         metadata = {"tokens": self.tokens, "sequences": self.sequences, "data": self.data.fingerprint}

@@ -3,10 +3,13 @@
 ::
 
     config.json      the run's config
-    compile.json     what compiling it took and what the compiled step needs
+    compile.json     what compiling it took, what the compiled step needs, and on which devices
+    data.json        what is known of the data: tokens, unigram entropy
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
+    samples.jsonl    texts that the model wrote as it was trained (``samples.every``), likewise
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     figures/         PNG files
+    huggingface/     where the model began as theirs: config.json, tokenizer files, tensors.json (``jaxpar.weights``)
     lock             held (flock) by the process that writes; the kernel releases it however that process ends
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,10 @@ class RunFolder:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
+        self.huggingface = self.path / "huggingface"
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.samples_file = self.path / "samples.jsonl"
         self._lock: int | None = None
 
     def start(self, config: Mapping[str, Any], resume: bool = False) -> None:
@@ -90,6 +95,24 @@ class RunFolder:
         """The content of ``config.json``; ``JaxparError`` if the folder holds no readable one."""
         return _read(self.config_file, json.loads)
 
+    def read(self, name: str) -> dict[str, Any]:
+        """The content of the JSON file ``name``; empty if there is none."""
+        return _read(self.path / name, _parse_object) if (self.path / name).exists() else {}
+
+    def in_use(self) -> bool:
+        """Whether a process on this machine holds the lock."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def write(self, name: str, data: Mapping[str, Any]) -> None:
         """Write the JSON file ``name``; ``JaxparError`` if that fails."""
         if self._lock is None:
@@ -101,36 +124,69 @@ class RunFolder:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to ``metrics.jsonl``; it has left this process on return. 0-d arrays become numbers."""
+        self._append(self.metrics_file, record)
+
+    def append_sample(self, record: Mapping[str, Any]) -> None:
+        """Add one line to ``samples.jsonl``."""
+        self._append(self.samples_file, record)
+
+    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         if self._lock is None:
             return
         line = json.dumps(record, default=lambda value: value.item()) + "\n"
         try:
-            with open(self.metrics_file, "a") as file:
+            with open(path, "a") as file:
                 file.write(line)
         except OSError as error:
-            raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
+            raise JaxparError(f"{path} could not be written: {error.strerror}") from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of ``metrics.jsonl`` in order, without a torn last line; empty if there is no such file."""
-        return _read(self.metrics_file, _parse_metrics) if self.metrics_file.exists() else []
+        return list(self.iterate_metrics())
+
+    def iterate_metrics(self) -> Iterator[dict[str, Any]]:
+        """The same one by one, for runs whose records together would fill the memory."""
+        return _records(self.metrics_file)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the records later than ``step`` and a torn last line, atomically: where a resumed run goes on."""
+        """Drop the records later than ``step`` and torn last lines, atomically: where a resumed run goes on."""
         if self._lock is None:
             return
-        records = self.read_metrics()
-        try:
-            _replace(self.metrics_file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= step))
-        except OSError as error:
-            raise JaxparError(f"{self.metrics_file} could not be written: {error.strerror}") from error
+        for path in (self.metrics_file, self.samples_file):
+            if path == self.samples_file and not path.exists():
+                continue
+            kept = [json.dumps(record) + "\n" for record in _records(path) if record["step"] <= step]
+            try:
+                _replace(path, "".join(kept))
+            except OSError as error:
+                raise JaxparError(f"{path} could not be written: {error.strerror}") from error
 
 
-def _parse_metrics(text: str) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last newline is empty or torn
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f"line {number} is no record of a step")
-    return records
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines that each have a step, without a torn last line; none without a file."""
+    if not path.exists():
+        return
+    number = 0
+    try:
+        with open(path) as file:
+            for line in file:
+                number += 1
+                if line.endswith("\n"):  # else it is torn
+                    record = json.loads(line)
+                    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                        raise ValueError("no record of a step")
+                    yield record
+    except OSError as error:
+        raise JaxparError(f"{path} could not be read: {error.strerror}") from error
+    except ValueError as error:
+        raise JaxparError(f"{path} is damaged: line {number}: {error}") from error
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError("no JSON object")
+    return data
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:

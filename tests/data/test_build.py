@@ -177,7 +177,8 @@ def test_tokens_are_kept_small(folder):
         (DataConfig(()), "data.sources: () is no tuple of sources (legal: at least one source)"),
         (
             DataConfig((StandardLibrary(), "many.jsonl")),  # type: ignore[arg-type]
-            "data.sources.1: many.jsonl is no source (legal: StandardLibrary, TextFiles, JsonLines)",
+            "data.sources.1: many.jsonl is no source "
+            "(legal: StandardLibrary, TextFiles, JsonLines, Parquet, SavedDataset, ArrayRecord)",
         ),
         (
             DataConfig((StandardLibrary(weight=0.0),)),
@@ -189,10 +190,15 @@ def test_tokens_are_kept_small(folder):
         ),
         (DataConfig((TextFiles("gone.txt"),)), "data.sources.0.path: gone.txt does not exist and matches no file"),
         (DataConfig((TextFiles("nothing"),)), "data.sources.0.path: nothing names no file"),
-        (DataConfig((JsonLines("*.json"),)), "data.sources.0.path: *.json does not exist and matches no file"),
+        (
+            DataConfig((JsonLines("*.json"),)),
+            "data.sources.0.path: *.json does not exist and matches no file "
+            "(legal: a file, a pattern, or a folder that holds *.jsonl or *.jsonl.gz or *.jsonl.zst)",
+        ),
         (
             DataConfig((JsonLines("nothing"),)),
-            "data.sources.0.path: nothing is a folder (legal: a file or a pattern such as nothing/*.jsonl)",
+            "data.sources.0.path: nothing names no file "
+            "(legal: a file, a pattern, or a folder that holds *.jsonl or *.jsonl.gz or *.jsonl.zst)",
         ),
         (DataConfig((TextFiles("blank.txt", separator="|"),)), "data.sources.0.path: blank.txt holds no text"),
         (

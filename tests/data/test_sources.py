@@ -42,7 +42,7 @@ def test_json_lines(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "", "body": "four"}')
     assert list(JsonLines(str(tmp_path / "a.jsonl")).documents()) == ["one\ntwo", "drei é"]
     assert list(JsonLines(str(tmp_path / "*.jsonl")).documents()) == ["one\ntwo", "drei é", ""]
-    assert list(JsonLines(str(tmp_path / "b.jsonl"), field="body").documents()) == ["four"]
+    assert list(JsonLines(str(tmp_path / "b.jsonl"), column="body").documents()) == ["four"]
 
 
 def test_json_lines_are_read_one_by_one(tmp_path):
@@ -56,11 +56,13 @@ def test_json_lines_are_read_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"not json", "data.sources.0.path: {path} holds a line that is not JSON: {path}:2: "),
-        (b'{"text": "\xff"}', "data.sources.0.path: {path} holds a line that is not JSON: {path}:2: "),
-        (b'{"body": "x"}', "data.sources.0.field: text is not a text in {path}:2 (legal: its keys: 'body')"),
-        (b'{"text": 5}', "data.sources.0.field: text is not a text in {path}:2 (legal: its keys: 'text')"),
-        (b"[1]", "data.sources.0.field: text is not a text in {path}:2 (legal: its keys: none, a list)"),
+        (b"not json", "data.sources.0.path: {path} holds what is not JSON: {path}:2: "),
+        (b'{"text": "\xff"}', "data.sources.0.path: {path} holds what is not JSON: {path}:2: "),
+        (b'{"body": "x"}', "data.sources.0.column: text is missing in {path}:2 (legal: body)"),
+        (b'{"texts": "x"}', "data.sources.0.column: text is missing in {path}:2. Did you mean texts? (legal: texts)"),
+        (b'{"text": 5}', "data.sources.0.column: text is a number, not a text, in {path}:2"),
+        (b'{"text": null}', "data.sources.0.column: text is null, not a text, in {path}:2"),
+        (b"[1]", "data.sources.0.path: {path} holds a list where a JSON object belongs: {path}:2"),
         (
             b'{"text": "\\ud800"}',
             "data.sources.0.path: {path} holds half a surrogate pair, which is not text: {path}:2",

@@ -26,7 +26,9 @@ def dense(qkv, do, segments, offset, mask):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*qkv, do)]
 
         def run(q, k, v, do):
-            o, back = jax.vjp(lambda q, k, v: oracle.softmax_attention(q, k, v, seen, mask.softcap), q, k, v)
+            o, back = jax.vjp(
+                lambda q, k, v: oracle.softmax_attention(q, k, v, seen, mask.softcap, mask.scale), q, k, v
+            )
             return o, *back(do)
 
         return jax.tree.map(np.asarray, jax.jit(run, compiler_options=oracle.FAST_COMPILE)(*wide))
@@ -54,6 +56,7 @@ CASES = {
     "window inside a block": dict(chunk=8, mask=Mask(3)),
     "window of two": dict(chunk=4, mask=Mask(2)),
     "softcap": dict(chunk=5, mask=Mask(softcap=1.5)),
+    "scale": dict(chunk=5, mask=Mask(softcap=1.5, scale=0.3)),
     "documents": dict(chunk=8, documents=True),
     "everything": dict(chunk=5, mask=Mask(7, 1.5), documents=True),
     "offset": dict(chunk=5, queries=9, offset=11, mask=Mask(8), documents=True),

@@ -14,6 +14,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.models.decoder import Decoder, DecoderConfig
 from jaxpar.models.initializers import truncated_normal
 from jaxpar.models.layout import SingleDevice, lookup, parameter_dtype
+from jaxpar.models.rope import RopeConfig
 
 
 def decoder(config):
@@ -40,7 +41,7 @@ def initial(config):
     return jax.tree.map(np.asarray, make())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "gpt", "relu2"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt", "relu2", "gemma3"])
 def test_logits_are_the_oracles(name):
     """On one device, whole, in fp32."""
     model, params = decoder(oracle.MODELS[name])
@@ -132,6 +133,9 @@ def test_flops_by_hand():
     narrow = dataclasses.replace(config, sliding_window=4)
     keys_of_ten = (1 + 2 + 3 + 4 * 7) / 10
     assert narrow.flops_per_token(10) == pytest.approx(6 * (2 * layer + 800) + 3 * 2 * 2 * 2 * 4 * 3 * keys_of_ten)
+    mixed = dataclasses.replace(narrow, num_layers=3, global_every=3).flops_per_token(10)
+    one_layer = [dataclasses.replace(c, num_layers=1).flops_per_token(10) - 4800 for c in (narrow, config)]
+    assert mixed == pytest.approx(2 * one_layer[0] + one_layer[1] + 4800)
     assert dataclasses.replace(config, sliding_window=99).flops_per_token(10) == config.flops_per_token(10)
     assert dataclasses.replace(config, mlp="gelu").matmul_parameters() == 2 * (layer - 160) + 800
 
@@ -160,7 +164,7 @@ def test_a_frequent_tokens_gradient_is_summed_in_fp32():
     [
         ("vocab_size", 0), ("num_layers", 0), ("embed", -8), ("num_heads", 3), ("num_kv_heads", 3), ("head_dim", 5),
         ("mlp_width", 0), ("sliding_window", 0), ("attention_softcap", 0.0), ("logit_softcap", -1.0),
-        ("scan_unroll", 3), ("norm_eps", 0.0),
+        ("scan_unroll", 3), ("norm_eps", 0.0), ("attention_scale", 0.0), ("global_every", 2),
     ],
 )  # fmt: skip
 def test_shapes_no_decoder_has(field, value):
@@ -171,3 +175,10 @@ def test_shapes_no_decoder_has(field, value):
     assert "\n" not in str(error.value)
     for legal in re.findall(r"\b\d+\b", str(error.value.legal)):
         dataclasses.replace(config, **{field: int(legal), "num_kv_heads": 1}).validate()
+
+
+def test_layers_of_two_kinds_need_a_window():
+    """What would mean nothing is refused."""
+    for fields in (dict(global_every=1, sliding_window=4), dict(local_rope=RopeConfig())):
+        with pytest.raises(ConfigError, match=next(iter(fields))):
+            DecoderConfig(**fields).validate()

@@ -14,6 +14,8 @@ CASES = {
     "one device gemma": dict(model="gemma"),
     "one device gpt": dict(model="gpt"),
     "one device relu2": dict(model="relu2"),
+    "one device gemma3": dict(model="gemma3"),
+    "gemma3 tensor 2 context 2 fsdp 2": dict(model="gemma3", tensor=2, context=2, fsdp=2, microbatches=2),
     "data 8": dict(model="llama", data=8, microbatches=2),
     **{f"fsdp 8 zero {z}": dict(model="gemma", fsdp=8, microbatches=2, rules=ShardingRules(zero=z)) for z in range(4)},
     **{

@@ -54,7 +54,7 @@ def describe(experiment, examples=0, **changes):
 def test_numbers(experiment):
     shown, data = describe(experiment)
     assert [source["share"] for source in shown["sources"]] == [0.75, 0.25]
-    assert [source["blank_documents"] for source in shown["sources"]] == [1, 0]
+    assert [source["dropped"] for source in shown["sources"]] == [{"white space alone": 1}, {}]
     for source, corpus, rows in zip(shown["sources"], data.corpora, data.train.sources, strict=True):
         assert source["train"]["documents"] + source["eval"]["documents"] == source["documents"]
         assert source["train"]["epochs"] == source["share"] * 80 / rows.rows

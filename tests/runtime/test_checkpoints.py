@@ -155,6 +155,30 @@ def test_structure_has_readable_names_and_needs_no_devices_of_the_run(tmp_path, 
     assert len(lines) == len(jax.tree.leaves(make_state(grid(1))))
 
 
+# A part of the state
+
+
+def test_a_subtree_is_restored_alone(tmp_path, grid, mesh8):
+    """Bitwise and on another mesh, strict within it, whatever else the checkpoint holds; and it stays replaceable."""
+    state = make_state(grid(4, 2))
+    saved = Checkpoints(tmp_path, asynchronous=False)
+    saved.save(1, state, {})
+    params = abstract(state["params"], mesh8)
+    again = Checkpoints(tmp_path, asynchronous=False)
+    got = again.restore(1, params, only="params")
+    assert_bitwise(got, state["params"])
+    assert got["embed"].sharding == params["embed"].sharding
+    del params["scale"]
+    for call in (again.restore, again.check):
+        with pytest.raises(JaxparError) as error:
+            call(1, params, only="params")
+        assert line(error).startswith("params.scale: saved bfloat16[8], the config has no such leaf")
+    with pytest.raises(JaxparError, match=r"^model\.embed: not saved"):
+        again.restore(1, params, only="model")
+    again.save(1, {"params": state["params"]}, {})  # it has not restored step 1, so this replaces it
+    assert all(name.startswith("params.") for name in saved.structure(1))
+
+
 # Strict
 
 
