@@ -1,8 +1,12 @@
 """The data room: from text on disk to batches of numpy arrays, in an order that only (seed, step) decides.
 
-Text -> ``sources`` -> ``tokenizers`` -> ``corpus`` (flat tokens, train and evaluation split) -> ``packing`` (rows of
-``seq_len``) -> ``mixture`` (which row is sequence n, in closed form) -> ``stream`` -> ``loader`` (ahead of time, by
-host). No JAX here, and grain, tokenizers and what reads a file format are imported only when used.
+Text -> ``sources`` -> ``tokenizers`` -> ``corpus`` (flat tokens in files, train and evaluation split; ``cache`` keeps
+them) -> ``packing`` (rows of ``seq_len``) -> ``mixture`` (which row is sequence n, in closed form) -> ``stream`` ->
+``loader`` (ahead of time, by host). No JAX here, and grain, tokenizers and what reads a file format are imported only
+when used.
+
+Tokens are mapped, never held. What grows with the data in memory is 16 bytes per training document with ``concat``
+packing and about 32 per piece with ``first_fit``; three times that for a moment at the start.
 
 Read ``build.py`` first (the config and the one entry point), then ``packing.py`` (what a batch holds) and
 ``stream.py`` (the order).

@@ -156,6 +156,8 @@ def build_data(
             say(line)
         said.add(line)
 
+    if cache is None and config.cache is not None:
+        say_once(f"data.cache: {config.cache}: there is no home folder; going on without a cache")
     for k, source in enumerate(config.sources):
         name = f"data.sources.{k}"
         corpus = read_corpus(source, name, tokenizer, cache, progress, say_once)

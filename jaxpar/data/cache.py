@@ -53,7 +53,7 @@ def cache_folder(cache: str | None) -> Path | None:
             return Path(cache).expanduser()
         base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "jaxpar" / "tokens"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # no home folder
         return None
 
 
@@ -125,9 +125,8 @@ class _Wanted:
 def _from_cache(wanted: _Wanted, cache: Path, progress: Progress | None, say: Say) -> Corpus:
     """As ``read_corpus``; ``CannotWrite`` where the corpus has to be written and cannot."""
     place = wanted.place(cache)
-    corpus = _open(wanted, place, say)
-    if corpus is not None:
-        return corpus
+    with contextlib.suppress(Damaged):  # or not there: looked into below, where nobody else writes it
+        return _open(wanted, place)
 
     def waiting(who: str) -> None:
         say(f"{wanted.field}: {wanted.source.name} is being read by {who}; waiting for it")
@@ -137,33 +136,32 @@ def _from_cache(wanted: _Wanted, cache: Path, progress: Progress | None, say: Sa
     with _lock(place.parent / "lock", waiting) as alone:
         with writing():
             before = sorted(place.parent.iterdir())
-        corpus = _open(wanted, place, say)  # what another process has made meanwhile
-        if corpus is None:
-            if alone:  # what processes that were killed have left
-                _remove(*(folder for folder in before if folder.name.startswith(_NEW)))
+        try:
+            return _open(wanted, place)  # another process has made it meanwhile
+        except Damaged as error:
+            damage = str(error)
+        if (place / ENTRY).exists():
+            say(f"{wanted.field}: the cache entry {place} is damaged ({damage}); reading {wanted.source.name} again")
+        else:
             _say_what_changed(wanted, before, say)
-            corpus = _build(wanted, place, progress)
-            _sweep(cache, place)
+        left = [folder for folder in before if folder.name.startswith(_NEW)]
+        _remove(place, *(left if alone else ()))  # of processes that were killed
+        corpus = _build(wanted, place, progress)
+        _sweep(cache, place)
     return corpus
 
 
-def _open(wanted: _Wanted, place: Path, say: Say) -> Corpus | None:
-    """The entry at ``place``, held; None if there is none, or a damaged one, which is removed."""
-    entry = place / ENTRY
-    lease = _Lease(entry)
+def _open(wanted: _Wanted, place: Path) -> Corpus:
+    """The entry at ``place``, held; ``Damaged`` too if there is none."""
+    lease = _Lease(place / ENTRY)
     try:
         corpus = open_corpus(place, wanted.source.name, lease, "from the cache")
-    except Damaged as error:
-        damage = str(error)
-    else:
-        with contextlib.suppress(OSError):  # somebody else's, or read-only
-            os.utime(entry)
-        return corpus
-    if entry.exists():
-        say(f"{wanted.field}: the cache entry {place} is damaged ({damage}); reading {wanted.source.name} again")
-    lease.end()
-    _remove(place)
-    return None
+    except Damaged:
+        lease.end()
+        raise
+    with contextlib.suppress(OSError):  # somebody else's, or read-only
+        os.utime(place / ENTRY)
+    return corpus
 
 
 def _build(wanted: _Wanted, place: Path, progress: Progress | None) -> Corpus:

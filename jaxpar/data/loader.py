@@ -36,8 +36,9 @@ class Loader:
     the first sequence of the next step: nothing earlier is read.
 
     With ``workers`` 0 one thread prepares ``prefetch`` batches ahead (the caller does, if ``prefetch`` is 0); otherwise
-    each of that many processes does, and holds a copy of the stream. The batches are the same either way. Worker
-    processes are spawned: a script that uses them needs the usual ``if __name__ == "__main__"``.
+    each of that many processes does, with the arrays of the stream mapped where they are files (``MappedArray``) and
+    copied where not. The batches are the same either way. Worker processes are spawned: a script that uses them needs
+    the usual ``if __name__ == "__main__"``.
 
     Close it, or use it in a ``with``: that ends the thread or the processes.
     """

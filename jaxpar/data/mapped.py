@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import mmap
 import os
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ class MappedArray(np.ndarray):
 
     path: str | None = None
     lease: object = None
+    pages: mmap.mmap | None = None
 
     def __reduce__(self) -> Any:
         return super().__reduce__() if self.path is None else (map_file, (self.path, self.dtype.str))
@@ -35,9 +37,16 @@ class MappedArray(np.ndarray):
 
 def map_file(path: str | os.PathLike[str], dtype: str, lease: object = None) -> MappedArray:
     """The file ``path``, which is not empty, as an array of ``dtype``; raise ``OSError`` or ``ValueError``."""
-    array = np.memmap(path, np.dtype(dtype), mode="r").view(np.ndarray).view(MappedArray)
-    array.path, array.lease = os.path.abspath(path), lease
+    mapped = np.memmap(path, np.dtype(dtype), mode="r")
+    array = mapped.view(np.ndarray).view(MappedArray)
+    array.path, array.lease, array.pages = os.path.abspath(path), lease, mapped._mmap  # type: ignore[attr-defined]
     return array
+
+
+def release_pages(array: np.ndarray) -> None:
+    """Count the pages of a mapped file that were read no more as this process's memory; they stay in the file cache."""
+    if isinstance(array, MappedArray) and array.pages is not None:
+        array.pages.madvise(mmap.MADV_DONTNEED)
 
 
 class TemporaryFolder:

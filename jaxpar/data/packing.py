@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.data.mapped import release_pages
+
 PACKINGS = ("concat", "first_fit")
 
 _COUNT_TOKENS = 1 << 21  # tokens counted at a time, at some 10 bytes each
@@ -105,6 +107,7 @@ class PackedRows:
             next_V = np.bincount(tokens_N[nexts_P[nexts_P >= 0]], minlength=vocab_size)
             inputs_V += within
             targets_V += within - first_V + next_V  # within a piece, all inputs but the first are targets
+            release_pages(self.tokens_N)
         return inputs_V, targets_V
 
     def fill(self, batch: Batch, at_R: np.ndarray, rows_R: np.ndarray) -> None:
@@ -133,6 +136,7 @@ class PackedRows:
         else:
             flat["segments"][place_T] = 1
             flat["positions"][place_T] = np.repeat(column_P, length_P) + within_T
+        release_pages(self.tokens_N)
 
 
 @dataclass(frozen=True)

@@ -404,6 +404,7 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert cache_folder("auto") == Path.home() / ".cache" / "jaxpar" / "tokens"
     assert cache_folder(None) is None
     assert cache_folder("~/here") == Path.home() / "here"
+    assert cache_folder("~no such user/here") is None
     for bad in ("", "gs://bucket/tokens"):
         with pytest.raises(ConfigError, match=r"^data.cache: .*is no folder of this machine's file systems"):
             DataConfig(cache=bad).validate()
@@ -439,10 +440,10 @@ def test_restored_with_workers(config, want, cached):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(config, tmp_path):
-    """60 MB of text are 120 MB of tokens, twice that where pieces of it are joined in memory."""
+    """80 MB of text are 160 MB of tokens, twice that where they are joined in memory; mapped pages count too."""
     text = " ".join(DOCUMENTS)
     with open("large.jsonl", "w") as file:
-        for number in range(60_000_000 // len(text)):
+        for number in range(80_000_000 // len(text)):
             file.write(json.dumps({"text": f"{number} {text}"}) + "\n")
     config = replace(config, sources=(JsonLines("large.jsonl"),))
     then = """
@@ -453,10 +454,15 @@ import jaxpar.data.cache, numpy
 before = peak()
 def then(documents): pass
 import atexit
-atexit.register(lambda: print(peak() - before, flush=True))
+def use():
+    data.unigram_entropy()
+    for step in range(1000):
+        data.train.batch(64 * step, 64)
+    print(peak() - before, flush=True)
+atexit.register(use)
 """
     with start_process(config, then) as process:
         said = process.communicate(timeout=120)[0].splitlines()
     assert "read in" in said[0]
-    assert float(said[-1]) < 100  # 65, of which 45 are mapped pages, whatever the size
+    assert float(said[-1]) < 130  # 96, whatever the size
     shutil.rmtree(config.cache)
