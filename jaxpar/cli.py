@@ -313,7 +313,7 @@ def _data(arguments: list[str]) -> int:
         )
 
     from jaxpar.report.data import describe_data, draw_lengths, render
-    from jaxpar.runtime.loop import load_data
+    from jaxpar.runtime.opening import load_data
 
     data = load_data(experiment, quiet=options.json)
     description = describe_data(experiment, data, options.examples)

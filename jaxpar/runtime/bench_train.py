@@ -21,7 +21,7 @@ import optax
 from jaxpar.experiment import AdamWConfig, DecoderConfig, Experiment, TrainConfig
 from jaxpar.overrides import load_config
 from jaxpar.program import Program
-from jaxpar.runtime.loop import load_data
+from jaxpar.runtime.opening import load_data
 from jaxpar.runtime.parity import ragged_batch
 
 TURNS, STEPS_A_TURN = 9, 4

@@ -14,24 +14,21 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
-from jaxpar.data import Data, build_data
 from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.generate import Writer
-from jaxpar.runtime.hosts import Hosts
-from jaxpar.runtime.link import Link
+from jaxpar.runtime.hosts import Hosts, one_host
 from jaxpar.runtime.metrics import Meter, memory
+from jaxpar.runtime.opening import describe_executable, introduction, load_data
 from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.profile import Profile
 from jaxpar.runtime.run_folder import RunFolder
@@ -73,66 +70,10 @@ def train(
 
     On several hosts (``start_hosts`` gives ``hosts``) all make the same call inside its ``with`` block.
     """
-    hosts = hosts or Hosts(Link(0, 1, None, math.inf))
+    hosts = hosts or one_host()
     if jax.process_count() != hosts.count:
         raise JaxparError(f"{jax.process_count()} processes were started, not by start_hosts: no hosts, or others")
     return _Training(experiment, run, devices or jax.devices(), resume, quiet, hosts).run()
-
-
-def load_data(experiment: Experiment, quiet: bool = True) -> Data:
-    """The experiment's data, checked against its model."""
-    with _reading_bar(quiet) as (progress, say):
-        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress, say)
-    if data.tokenizer.vocab_size > experiment.model.vocab_size:
-        raise ConfigError(
-            "model.vocab_size",
-            experiment.model.vocab_size,
-            f"is smaller than the {data.tokenizer.vocab_size} tokens of data.tokenizer {experiment.data.tokenizer}",
-            f"{data.tokenizer.vocab_size} or more",
-        )
-    return data
-
-
-def describe_executable(program: Program) -> dict[str, Any]:
-    """Bytes on each device by class, as XLA planned them; the size of the model, the devices, the version of JAX."""
-    memory = program.step.memory_analysis()
-    bytes_of = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
-    total = sum(bytes_of.values()) - 2 * bytes_of["aliased"]
-    return {
-        "bytes_per_device": {"total": total, **bytes_of},
-        "parameters": program.num_parameters,
-        "mesh": dict(program.sizes),
-        "device": program.mesh.devices.flat[0].device_kind,
-        "jax": jax.__version__,
-    }
-
-
-@contextlib.contextmanager
-def _reading_bar(quiet: bool) -> Iterator[Any]:
-    """What ``build_data`` reports to: a bar of tokens, their rate and, where it is known, the time left; and lines."""
-    with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
-
-        def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
-            if tokens < bar.n:  # the next source
-                bar.reset()
-            bar.total = tokens / share if share else None
-            bar.set_description(f"reading {source}", refresh=False)
-            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
-            bar.update(tokens - bar.n)
-
-        def say(line: str) -> None:
-            if not quiet:
-                bar.clear()
-                with contextlib.suppress(OSError, ValueError):  # who read the output has gone
-                    print(line, flush=True)
-
-        yield progress, say
 
 
 class _Training:
@@ -237,33 +178,10 @@ class _Training:
         return from_json(Experiment, self.folder.read_config())
 
     def _introduce(self, first: int | None, saved: Experiment | None) -> None:
-        program, train = self.program, self.experiment.train
-        mesh = " x ".join(f"{a} {s}" for a, s in program.sizes.items() if s > 1) or "1"
-        device = self.devices[0]
         self._say(f"run      {self.folder.path}")
-        self._say(f"model    {program.num_parameters:,} parameters")
-        self._say(f"kernel   {program.kernel} attention: {program.kernel_reason}")
-        self._say(
-            f"mesh     {mesh} on {len(self.devices)} {device.platform} device{'s' * (len(self.devices) > 1)}, "
-            f"ZeRO {self.experiment.rules.zero}, compute {np.dtype(program.dtype).name}"
-        )
-        accumulated = f", in {train.microbatches} microbatches" if train.microbatches > 1 else ""
-        self._say(
-            f"batch    {train.global_batch} sequences x {train.seq_len} tokens = "
-            f"{self.experiment.tokens_per_step:,} tokens a step{accumulated}; {train.steps:,} steps"
-        )
-        for corpus in self.data.corpora:
-            size = f"{len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens"
-            self._say(f"data     {corpus.name}: {size}, {corpus.origin}")
-        self.entropy = entropy = self.data.unigram_entropy()
-        tokens = sum(source.counts()["tokens"] for source in self.data.train.sources)
-        held = "" if entropy is None else f"; unigram entropy of the held-out text {entropy:.3f} nats/token"
-        self._say(f"data     {tokens:,} training tokens{held}")
-        whole = [p.name for p in program.parameters if p.layout.zero_dim is None]
-        if self.experiment.rules.zero and program.sizes["fsdp"] > 1 and whole:
-            self._say(f"note     {len(whole)} vectors do not divide by fsdp and stay whole: {', '.join(whole[:4])}")
-        if self.experiment.optim.schedule.warmup_steps > train.steps:
-            self._say("note     the warmup is longer than the run: the learning rate never reaches its peak")
+        self.entropy = self.data.unigram_entropy()
+        for line in introduction(self.program, self.data, self.entropy):
+            self._say(line)
         if first is not None:
             self._say(f"resuming from step {first:,}")
             for path, (old, new) in (difference(saved, self.experiment) if saved else {}).items():

@@ -47,6 +47,7 @@ from jaxpar.experiment import MeshConfig
 from jaxpar.program import Program
 from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.hosts import one_host
 from jaxpar.runtime.loop import TrainingStopped, train
 from jaxpar.runtime.run_folder import RunFolder
 
@@ -152,7 +153,7 @@ def test_evaluation_weighs_every_token_once_however_it_is_cut(tiny, one_device, 
             folder.start({})
             for eval_batches in (1000, 2):
                 experiment = tiny(microbatches=microbatches, eval_batches=eval_batches)
-                run = loop._Training(experiment, folder.path, one_device, False, True)
+                run = loop._Training(experiment, folder.path, one_device, False, True, one_host())
                 run.folder, run.data = folder, loop.load_data(experiment)
                 run._evaluate(0, state)
         found[microbatches] = folder.read_metrics()

@@ -24,7 +24,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.experiment import MeshConfig
 from jaxpar.optim.schedules import ScheduleConfig
 from jaxpar.runtime import loop
-from jaxpar.runtime.loop import load_data, train
+from jaxpar.runtime.loop import train
+from jaxpar.runtime.opening import load_data
 from jaxpar.runtime.pretrained import Pretrained
 
 WARMUP = ScheduleConfig(warmup_steps=4)

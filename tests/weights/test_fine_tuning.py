@@ -15,7 +15,7 @@ from tiny_models import llama_files, parameters
 from jaxpar.cli import main
 from jaxpar.experiment import Experiment
 from jaxpar.program import Program
-from jaxpar.runtime.loop import load_data
+from jaxpar.runtime.opening import load_data
 from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.serialize import from_json

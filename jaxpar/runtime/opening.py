@@ -1,0 +1,103 @@
+"""What comes before the first step: the data, read and checked, and what a run says of itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jaxpar.data import Data, build_data
+from jaxpar.errors import ConfigError
+from jaxpar.experiment import Experiment
+from jaxpar.program import Program
+
+
+def load_data(experiment: Experiment, quiet: bool = True) -> Data:
+    """The experiment's data, checked against its model."""
+    with _reading_bar(quiet) as (progress, say):
+        data = build_data(experiment.data, experiment.train.seq_len, experiment.train.seed, progress, say)
+    if data.tokenizer.vocab_size > experiment.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            experiment.model.vocab_size,
+            f"is smaller than the {data.tokenizer.vocab_size} tokens of data.tokenizer {experiment.data.tokenizer}",
+            f"{data.tokenizer.vocab_size} or more",
+        )
+    return data
+
+
+@contextlib.contextmanager
+def _reading_bar(quiet: bool) -> Iterator[Any]:
+    """What ``build_data`` reports to: a bar of tokens, their rate and, where it is known, the time left; and lines."""
+    with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
+
+        def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
+            if tokens < bar.n:  # the next source
+                bar.reset()
+            bar.total = tokens / share if share else None
+            bar.set_description(f"reading {source}", refresh=False)
+            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
+            bar.update(tokens - bar.n)
+
+        def say(line: str) -> None:
+            if not quiet:
+                bar.clear()
+                with contextlib.suppress(OSError, ValueError):  # who read the output has gone
+                    print(line, flush=True)
+
+        yield progress, say
+
+
+def introduction(program: Program, data: Data, entropy: float | None) -> Iterator[str]:
+    """The lines with which a run begins: model, kernel, mesh, batch, data, and what is worth a note.
+
+    ``entropy``: of the held-out text's unigrams, in nats per token.
+    """
+    experiment, train = program.experiment, program.experiment.train
+    devices = program.mesh.devices.size
+    mesh = " x ".join(f"{a} {s}" for a, s in program.sizes.items() if s > 1) or "1"
+    yield f"model    {program.num_parameters:,} parameters"
+    yield f"kernel   {program.kernel} attention: {program.kernel_reason}"
+    yield (
+        f"mesh     {mesh} on {devices} {program.mesh.devices.flat[0].platform} device{'s' * (devices > 1)}, "
+        f"ZeRO {experiment.rules.zero}, compute {program.dtype.name}"
+    )
+    accumulated = f", in {train.microbatches} microbatches" if train.microbatches > 1 else ""
+    yield (
+        f"batch    {train.global_batch} sequences x {train.seq_len} tokens = "
+        f"{experiment.tokens_per_step:,} tokens a step{accumulated}; {train.steps:,} steps"
+    )
+    for corpus in data.corpora:
+        size = f"{len(corpus.hashes_D):,} documents, {len(corpus.tokens_N):,} tokens"
+        yield f"data     {corpus.name}: {size}, {corpus.origin}"
+    tokens = sum(source.counts()["tokens"] for source in data.train.sources)
+    held = "" if entropy is None else f"; unigram entropy of the held-out text {entropy:.3f} nats/token"
+    yield f"data     {tokens:,} training tokens{held}"
+    whole = [p.name for p in program.parameters if p.layout.zero_dim is None]
+    if experiment.rules.zero and program.sizes["fsdp"] > 1 and whole:
+        yield f"note     {len(whole)} vectors do not divide by fsdp and stay whole: {', '.join(whole[:4])}"
+    if experiment.optim.schedule.warmup_steps > train.steps:
+        yield "note     the warmup is longer than the run: the learning rate never reaches its peak"
+
+
+def describe_executable(program: Program) -> dict[str, Any]:
+    """Bytes on each device by class, as XLA planned them; the size of the model, the devices, the version of JAX."""
+    memory = program.step.memory_analysis()
+    bytes_of = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    total = sum(bytes_of.values()) - 2 * bytes_of["aliased"]
+    return {
+        "bytes_per_device": {"total": total, **bytes_of},
+        "parameters": program.num_parameters,
+        "mesh": dict(program.sizes),
+        "device": program.mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+    }
