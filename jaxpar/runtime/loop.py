@@ -280,8 +280,8 @@ class _Training:
         return self._finish(done, stopped if done < train.steps else None)
 
     def _progress_bar(self, first: int) -> tqdm:
-        """Steps done, with an ETA; a line now and then where the output is a file."""
-        often = 0.2 if sys.stderr.isatty() else 10.0
+        """Steps done, with an ETA; a line now and then where the output is a file, not a terminal or a notebook."""
+        often = 0.2 if sys.stderr.isatty() or "ipykernel" in sys.modules else 10.0
         total = self.experiment.train.steps
         return tqdm(total=total, initial=first, unit="step", disable=self.quiet, dynamic_ncols=True, mininterval=often)
 
