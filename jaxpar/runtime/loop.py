@@ -67,8 +67,7 @@ def train(
 
     On several hosts (``start_hosts`` gives ``hosts``) all make the same call inside its ``with`` block.
     """
-    hosts = hosts or Hosts(Link(0, 1, None, math.inf))
-    if jax.process_count() != hosts.count:
+    if jax.process_count() != (hosts.count if hosts else 1):
         raise JaxparError(f"{jax.process_count()} processes were started, not by start_hosts: no hosts, or others")
     return _Training(experiment, run, devices or jax.devices(), resume, quiet, hosts).run()
 
@@ -116,9 +115,18 @@ def _reading_bar(quiet: bool) -> Iterator[Any]:
 class _Training:
     """One call of ``train``."""
 
-    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts):
-        self.experiment, self.resume, self.hosts = experiment, resume, hosts
-        self.quiet = quiet or hosts.index > 0
+    def __init__(
+        self,
+        experiment: Experiment,
+        run: Path,
+        devices: list[Any],
+        resume: bool,
+        quiet: bool,
+        hosts: Hosts | None = None,
+    ):
+        self.experiment, self.resume = experiment, resume
+        self.hosts = hosts or Hosts(Link(0, 1, None, math.inf))
+        self.quiet = quiet or self.hosts.index > 0
         self.program = Program(experiment, devices)
         self.devices = devices
         self.folder = RunFolder(run)
