@@ -20,10 +20,12 @@ import logging
 import os
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -228,6 +230,8 @@ def _orbax(partial: bool = False) -> Iterator[Any]:
     from orbax.checkpoint import v1 as ocp
 
     logging.getLogger("absl").addFilter(_not_from_orbax)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _not_from_tensorstore
     context = ocp.Context()
     context.asynchronous.create_directories_asynchronously = False  # a folder that cannot be made fails at once
     context.pytree.loading.partial_load = partial
@@ -238,6 +242,12 @@ def _orbax(partial: bool = False) -> Iterator[Any]:
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     """A filter: orbax logs each failure with several tracebacks, and raises it too, which is enough."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _not_from_tensorstore(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An excepthook: after a write has failed, the others report to an event loop that orbax has closed by then."""
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
