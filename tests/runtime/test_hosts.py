@@ -37,7 +37,8 @@ def folder(tmp_path_factory):
     write_text(folder / "numbers.txt")
     (folder / "tiny.py").write_text(
         '"""Tiny."""\nfrom run_helpers import tiny_experiment\n\n\n'
-        f"def config():\n    return tiny_experiment({str(folder / 'numbers.txt')!r}, checkpoint_every=2, eval_every=99, steps=12)\n"
+        f"TEXT = {str(folder / 'numbers.txt')!r}\n\n\n"
+        "def config():\n    return tiny_experiment(TEXT, checkpoint_every=2, eval_every=99, steps=12)\n"
     )
     return folder
 
