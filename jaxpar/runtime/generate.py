@@ -67,7 +67,8 @@ class Writer:
         ]
 
         def texts(written: Sequence[np.ndarray]) -> list[Continuation]:
-            return [self._read(prompt, ids, stop) for prompt, ids in zip(prompts, written, strict=True)]
+            rows = zip(prompts, encoded, written, strict=True)
+            return [self._read(prompt, before, ids, stop) for prompt, before, ids in rows]
 
         def watch(written: list[np.ndarray]) -> list[bool]:
             so_far = texts(written)
@@ -83,8 +84,10 @@ class Writer:
             )
         )
 
-    def _read(self, prompt: str, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
-        text = self.tokenizer.decode(ids)
+    def _read(self, prompt: str, before: np.ndarray, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
+        # What tokens spell depends on those before: at the start of a text, decoders of Llama-2's kind drop a space.
+        whole, start = self.tokenizer.decode(np.concatenate([before, ids])), self.tokenizer.decode(before)
+        text = whole.removeprefix(start) if whole.startswith(start) else self.tokenizer.decode(ids)
         found = [at for at in (text.find(end) for end in stop) if at >= 0]
         if found:
             return Continuation(prompt, text[: min(found)], len(ids), "stop")
@@ -128,7 +131,7 @@ def generate(
     weights = writer.generator.ready(checkpoints.restore(step, program.abstract_params, only="params"))
     alone = len(prompts) == 1 and not as_json
     start = time.perf_counter()
-    printed = _Growing(prompts[0]) if alone else None
+    printed = _Growing(prompts[0], stop) if alone else None
     with tqdm(total=tokens, unit="token", leave=False, disable=alone or not sys.stderr.isatty()) as bar:
 
         def show(so_far: list[Continuation]) -> None:
@@ -165,13 +168,22 @@ def for_generation(experiment: Experiment, num_devices: int) -> Experiment:
 
 
 class _Growing:
-    """A text on standard output that is printed as it comes; the end of an unfinished character waits."""
+    """A text on standard output that is printed as it comes.
 
-    def __init__(self, prompt: str):
+    Its end waits while that may be a part of a character, or of a text of ``stop``.
+    """
+
+    def __init__(self, prompt: str, stop: Sequence[str]):
         self._printed = 0
+        self._begun = {end[:length] for end in stop for length in range(1, len(end))}
         print(prompt, end="", flush=True)
 
     def grow(self, text: str, last: bool = False) -> None:
-        shown = text if last else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        shown = text if last else self._settled(text.rstrip("\N{REPLACEMENT CHARACTER}"))
         print(shown[self._printed :], end="\n" if last else "", flush=True)
         self._printed = max(self._printed, len(shown))
+
+    def _settled(self, text: str) -> str:
+        longest = max(map(len, self._begun), default=0)
+        starts = range(max(0, len(text) - longest), len(text))
+        return text[: next((at for at in starts if text[at:] in self._begun), len(text))]

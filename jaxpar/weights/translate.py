@@ -39,6 +39,8 @@ def architecture_of(raw: Raw) -> Architecture:
     by_type = {a.model_type: a for a in ARCHITECTURES}
     classes = {a.name: a for a in ARCHITECTURES}
     named = raw.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise _refused("architectures", named, "is not supported", "a list of names")
     if "model_type" not in raw and len(named) == 1 and named[0] in classes:
         return classes[named[0]]
     found = by_type.get(str(raw.get("model_type")))
@@ -65,6 +67,7 @@ def from_huggingface(raw: Raw) -> tuple[DecoderConfig, list[str]]:
     head_dim = keys.size("head_dim", width // heads)
     bias = {"none": False, "qkv": True, "attention_bias": keys.flag("attention_bias")}[architecture.biases]
     window, every = keys.windows(layers)
+    keys.size("max_position_embeddings", architecture.keys["max_position_embeddings"])
     scalar = keys.number("query_pre_attn_scalar", none=head_dim)
     full, local = keys.ropes()
     config = DecoderConfig(
@@ -201,7 +204,7 @@ class _Keys:
             if self.values["hidden_activation"] not in (None, "gelu_pytorch_tanh"):
                 value = self.values["hidden_activation"]
                 raise _refused("hidden_activation", value, "is not supported", "null, gelu_pytorch_tanh")
-        if self.values[key] not in legal:
+        if self.values[key] not in list(legal):
             raise _refused(key, self.values[key], "is not supported", ", ".join(legal))
         return legal[self.values[key]]
 
@@ -216,7 +219,7 @@ class _Keys:
         types = self.values.get("layer_types")
         if types is None:
             return self._pattern(window, layers)
-        if not isinstance(types, list) or len(types) != layers or not set(types) <= {LOCAL, GLOBAL}:
+        if not isinstance(types, list) or len(types) != layers or any(t not in (LOCAL, GLOBAL) for t in types):
             raise _refused("layer_types", types, "is not supported", f"{layers} times {LOCAL} or {GLOBAL}")
         whole = [i for i, kind in enumerate(types, start=1) if kind == GLOBAL]
         if len(whole) == layers:
@@ -252,22 +255,22 @@ class _Keys:
             raise _refused("partial_rotary_factor", value, "is not supported", "1")
         key = "rope_scaling" if self.values["rope_scaling"] else "rope_parameters"
         given = self.values[key] or {}
-        if not isinstance(given, dict):
-            raise _refused(key, given, "is not supported", "an object or null")
         theta = self.number("rope_theta", none=self.architecture.keys["rope_theta"])
         if "rope_local_base_freq" not in self.architecture.keys:
             return self._rope(given, key, theta), None
         base = self.number("rope_local_base_freq", none=self.architecture.keys["rope_local_base_freq"])
-        nested = {GLOBAL, LOCAL} & given.keys()
+        nested = isinstance(given, dict) and {GLOBAL, LOCAL} & given.keys()
         full, local = (given.get(GLOBAL) or {}, given.get(LOCAL) or {}) if nested else (given, {})
         windowless = self.windows(self.size("num_hidden_layers"))[0] is None
         local_rope = self._rope(local, f"{key} {LOCAL}", base)
         return self._rope(full, f"{key} {GLOBAL}" if nested else key, theta), None if windowless else local_rope
 
     def _rope(self, given: Raw, key: str, theta: float) -> RopeConfig:
+        if not isinstance(given, dict):
+            raise _refused(key, given, "is not supported", "an object or null")
         named = given.get("rope_type", given.get("type", "default"))
         scaling = "none" if named == "default" else named
-        if scaling not in _ROPE_FIELDS:
+        if scaling not in list(_ROPE_FIELDS):
             raise _refused(f"{key} rope_type", named, "is not supported", "default, linear, llama3, yarn")
         if given.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise _refused(f"{key} partial_rotary_factor", given["partial_rotary_factor"], "is not supported", "1")

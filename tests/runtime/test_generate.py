@@ -6,15 +6,16 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 from run_helpers import change, stop_after, tiny_experiment, write_text
 
 from jaxpar.cli import main
-from jaxpar.data.tokenizers import ByteTokenizer
+from jaxpar.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from jaxpar.models.sampling import SamplesConfig, SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
-from jaxpar.runtime.generate import Writer, for_generation
+from jaxpar.runtime.generate import Writer, _Growing, for_generation
 from jaxpar.runtime.loop import train
 
 SAMPLES = SamplesConfig(every=4, prompts=("one", ""), tokens=8, sampling=SamplingConfig(1.0))
@@ -106,6 +107,33 @@ def test_a_stop_text_ends_a_text_and_is_not_in_it(run):
     ended = writer.write(weights, ["one is", "two"], 40, greedy, stop=[stop, "never in it"])
     assert ended[0].ended_by == "stop" and ended[0].text == free[0].text[: free[0].text.find(stop)]
     assert ended[1].text == free[1].text.split(stop)[0]
+
+
+def test_a_text_goes_on_from_its_prompt(run, tmp_path):
+    """Decoders of Llama-2's kind drop the first space of a text: "two" and " one" must not become "twoone"."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = {"</s>": 0, "▁": 1, "o": 2, "n": 3, "e": 4, "▁one": 5, "<unk>": 6}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    writer = Writer(
+        Program(for_generation(run[1], 1), jax.devices()[:1]), HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    )
+    said = writer._read("one", *writer.tokenizer.encode(["one"]), np.array([5, 5]), ["one one"])
+    assert said.text == " " and said.ended_by == "stop"
+    assert writer._read("", np.array([0]), np.array([5, 5, 0]), []).text == "one one"
+
+
+def test_what_may_become_a_stop_text_is_not_printed(capsys):
+    """A stop text can cross the border of two looks at what has been written."""
+    growing = _Growing("> ", ["END.", "\n\n", "E"])
+    growing.grow("a\n")
+    growing.grow("a\nb EN")
+    assert capsys.readouterr().out == "> a\nb "
+    growing.grow("a\nb EN", last=True)
+    assert capsys.readouterr().out == "EN\n"
 
 
 def test_on_eight_devices_it_is_the_same_text(run, generated):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import DecoderConfig
 from jaxpar.models.rope import RopeConfig
-from jaxpar.weights.architectures import ARCHITECTURES
+from jaxpar.weights.architectures import ARCHITECTURES, REFUSED
 from jaxpar.weights.translate import canonical, from_huggingface, to_huggingface
 
 SIZES = {
@@ -176,6 +177,31 @@ def test_values_without_a_counterpart_are_refused_by_name(raw, message):
         from_huggingface({**LLAMA, **raw})
     assert str(error.value).startswith(f"config.json {message}")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma", "gemma3_text"])
+def test_values_of_any_type_are_translated_or_refused_in_one_line(model_type):
+    """A file that is damaged or of another kind must not end in a traceback."""
+    architecture = next(a for a in ARCHITECTURES if a.model_type == model_type)
+    base = {"architectures": [architecture.name], **LLAMA, "model_type": model_type, "sliding_window": 8}
+    wrong = (None, "text", True, -1, 0, 1.5, math.inf, [], [[1]], [[1]] * 8, {}, {"a": 1})
+    ropes = [
+        {key: {"rope_type": kind, part: value}}
+        for key in ("rope_parameters", "rope_scaling")
+        for kind in ("default", "linear", "llama3", "yarn")
+        for part in ("rope_type", "factor", "rope_theta", "attention_factor", "full_attention", "sliding_attention")
+        for value in wrong
+    ]
+    keys = {*base, *architecture.keys, *REFUSED, "layer_types"}
+    for raw in ({key: value} for key in keys for value in wrong):
+        without_type = {key: value for key, value in base.items() if key != "model_type"}
+        ropes += [raw] if "architectures" not in raw else [raw, {**without_type, **raw, "model_type": ...}]
+    for change in ropes:
+        raw = {key: value for key, value in {**base, **change}.items() if value is not ...}
+        try:
+            from_huggingface(raw)
+        except ConfigError as error:
+            assert str(error).startswith("config.json ") and "\n" not in str(error), change
 
 
 def test_keys_that_are_not_known_are_named():
