@@ -133,6 +133,14 @@ def test_what_cannot_be_generated(generated, flags, message):
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"on\xff", "is not UTF-8 text (byte 2)")])
+def test_a_file_without_prompts(generated, tmp_path, content, message):
+    """Not a text after no prompt, and no traceback."""
+    (tmp_path / "prompts").write_bytes(content)
+    code, out, err = generated("--prompts", str(tmp_path / "prompts"))
+    assert (code, out) == (2, "") and err.startswith(f"jaxpar: --prompts: {tmp_path}/prompts {message}")
+
+
 def test_a_folder_without_a_checkpoint(run, generated, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text((run[0] / "config.json").read_text())
