@@ -98,12 +98,7 @@ def export_run(
     folder = RunFolder(run)
     experiment = dataclasses.replace(from_json(Experiment, folder.read_config()), mesh=MeshConfig())
     checkpoints = Checkpoints(folder.checkpoints)
-    steps = checkpoints.steps()
-    if not steps:
-        raise ConfigError("RUN", str(run), "holds no complete checkpoint", "a run folder with one")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ConfigError("--step", step, f"is not a complete checkpoint of {run}", ", ".join(map(str, steps)))
+    step = checkpoints.choose(step)
     raw = _config_json(experiment, folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("HF_FOLDER", str(target), "is not an empty folder", "a new one")

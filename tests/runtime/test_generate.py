@@ -117,7 +117,7 @@ def test_on_eight_devices_it_is_the_same_text(run, generated):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (("--step", "3"), "--step: 3 is no complete checkpoint of the run (legal: 10)"),
+        (("--step", "3"), "--step: 3 is not a complete checkpoint of the run (legal: 10)"),
         (("--tokens", "0"), "--tokens: 0 is out of range"),
         (("--samples", "0"), "--samples: 0 is out of range"),
         (("--temperature", "-1"), "generate.temperature: -1.0"),
