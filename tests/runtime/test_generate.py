@@ -11,7 +11,8 @@ from run_helpers import change, stop_after, tiny_experiment, write_text
 
 from jaxpar.cli import main
 from jaxpar.data.tokenizers import ByteTokenizer
-from jaxpar.models.sampling import SamplesConfig, SamplingConfig
+from jaxpar.experiment import SamplesConfig
+from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.generate import Writer, for_generation
