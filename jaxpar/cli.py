@@ -93,10 +93,13 @@ class _Parser(argparse.ArgumentParser):
         raise JaxparError(f"{self.prog.removeprefix('jaxpar ')}: {message}")
 
 
-def _parser(command: str, description: str) -> _Parser:
+def _parser(command: str, description: str, *, devices: bool = False, smoke: bool = False) -> _Parser:
+    """The parser of a command, with the options that it shares with others."""
     parser = _Parser(prog=f"jaxpar {command}", description=description, allow_abbrev=False)
-    parser.add_argument("--devices", help="N devices to use, a CPU cut into as many virtual ones; or cpu:N")
-    parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
+    if devices:
+        parser.add_argument("--devices", help="N devices to use, a CPU cut into as many virtual ones; or cpu:N")
+    if smoke:
+        parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
     return parser
 
 
@@ -148,7 +151,7 @@ def _split(
 def _parse(parser: _Parser, name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
     if len(overrides) < len(arguments) and ("-h" in arguments or "--help" in arguments):
-        _help(parser, name, options)
+        _help(parser, name, getattr(options, "smoke", False))
         raise SystemExit(0)
 
     from jaxpar.mesh.devices import quiet_plugins
@@ -159,11 +162,11 @@ def _parse(parser: _Parser, name: str, arguments: list[str]) -> tuple[argparse.N
     return options, overrides
 
 
-def _help(parser: _Parser, name: str, options: argparse.Namespace) -> None:
+def _help(parser: _Parser, name: str, smoke: bool) -> None:
     parser.print_help()
     if name:
         print(f"\nfields of {name}:")
-        for path, kind, value, text in describe(_experiment(name, options.smoke, [])):
+        for path, kind, value, text in describe(_experiment(name, smoke, [])):
             print(f"  --{path} {kind}  (now {value}){'  ' + text if text else ''}")
 
 
@@ -172,7 +175,8 @@ def _help(parser: _Parser, name: str, options: argparse.Namespace) -> None:
 
 def _train(arguments: list[str]) -> int:
     name, rest = _split("train", arguments)
-    parser = _parser("train CONFIG", "Train the experiment of a config file or run folder.")
+    description = "Train the experiment of a config file or run folder."
+    parser = _parser("train CONFIG", description, devices=True, smoke=True)
     parser.add_argument("--run", type=_folder, help="run folder; default: a new one under runs/")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run, or start it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -234,7 +238,8 @@ def _new_run(name: str, resume: bool) -> Path:
 
 def _generate(arguments: list[str]) -> int:
     name, rest = _split("generate", arguments, what="RUN must come first: a run folder")
-    parser = _parser("generate RUN", "Print what the model of a run folder writes after a prompt.")
+    description = "Print what the model of a run folder writes after a prompt."
+    parser = _parser("generate RUN", description, devices=True)
     parser.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
     parser.add_argument("--prompts", type=Path, help="a file with one prompt a line")
     parser.add_argument("--tokens", type=int, default=200, help="new tokens at most (200)")
@@ -257,8 +262,8 @@ def _generate(arguments: list[str]) -> int:
             raise ConfigError(f"--{flag}", getattr(options, flag), "is out of range", f"{least} to {most}")
     prompts = list(options.prompt or [])
     if options.prompts is not None:
-        prompts += options.prompts.read_text(encoding="utf-8").splitlines()
-    experiment = _experiment(name, options.smoke, overrides)
+        prompts += _lines(options.prompts)
+    experiment = _experiment(name, False, overrides)
 
     from jaxpar.mesh.devices import start_devices
     from jaxpar.models.sampling import SamplingConfig
@@ -281,9 +286,23 @@ def _generate(arguments: list[str]) -> int:
     return 0
 
 
+def _lines(path: Path) -> list[str]:
+    """The lines of the file of ``--prompts``."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError("--prompts", str(path), f"is not UTF-8 text (byte {error.start})") from None
+    if not lines:
+        raise ConfigError(
+            "--prompts", str(path), "is empty", "one prompt a line; an empty line: the start of a document"
+        )
+    return lines
+
+
 def _show(arguments: list[str]) -> int:
     name, rest = _split("show", arguments)
-    parser = _parser("show CONFIG", "Print what a config resolves to; compiles and reads nothing.")
+    description = "Print what a config resolves to; compiles and reads nothing."
+    parser = _parser("show CONFIG", description, devices=True, smoke=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
     options, overrides = _parse(parser, name, rest)
     experiment = _experiment(name, options.smoke, overrides)
@@ -299,8 +318,7 @@ def _show(arguments: list[str]) -> int:
 
 def _data(arguments: list[str]) -> int:
     name, rest = _split("data", arguments)
-    parser = _Parser(prog="jaxpar data CONFIG", description="Show what a model will see.", allow_abbrev=False)
-    parser.add_argument("--smoke", action="store_true", help="of the config's smoke()")
+    parser = _parser("data CONFIG", "Show what a model will see.", smoke=True)
     parser.add_argument("--examples", type=_count, default=2, metavar="N", help="training rows to show; default: 2")
     parser.add_argument("--figure", type=_folder, metavar="PATH", help="draw the lengths of the documents, as a PNG")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -327,10 +345,13 @@ def _data(arguments: list[str]) -> int:
 
 def _parity(arguments: list[str]) -> int:
     name, rest = _split("parity", arguments, default="quickstart")
-    parser = _parser("parity [CONFIG]", "Compare every layout on eight virtual devices with one device.")
+    description = "Compare every layout of a config's smoke() on eight virtual devices with one device."
+    parser = _parser("parity [CONFIG]", description, devices=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--only", help="layouts whose name contains this")
     options, overrides = _parse(parser, name, rest)
+    if Path(name).is_dir():
+        raise ConfigError("config", name, "is a run folder, which has no smoke()", "a config file or its name")
     experiment = _experiment(name, True, overrides)
 
     from jaxpar.mesh.devices import start_devices
@@ -357,21 +378,19 @@ def _bench(arguments: list[str]) -> int:
 def _tokenizer(arguments: list[str]) -> int:
     action, rest = _split("tokenizer", arguments, what="NAME must come first: train")
     name, rest = _split("tokenizer train", rest, default="")
-    parser = _Parser(
-        prog="jaxpar tokenizer train [CONFIG]",
-        description="Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text.",
-        allow_abbrev=False,
-    )
+    description = "Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text."
+    parser = _parser("tokenizer train [CONFIG]", description, smoke=True)
     parser.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders, in place of CONFIG")
     parser.add_argument("--vocab-size", type=int, help="tokens, with the 256 bytes and the end of a document")
     parser.add_argument("--output", type=Path, help="the tokenizer.json to write, a new file")
-    parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     options, overrides = _parse(parser, name, rest)
     if action != "train":
         raise ConfigError("tokenizer", action, "is nothing it can do", "train")
     if bool(name) == bool(options.input):
         raise JaxparError(f"tokenizer train: the text is that of either CONFIG ({CONFIG}) or --input PATH ...")
+    if options.smoke and not name:
+        raise ConfigError("--smoke", "true", "does not go with --input, which has no smoke()", "a CONFIG")
     for option in ("vocab_size", "output"):
         if getattr(options, option) is None:
             raise JaxparError(f"tokenizer train: --{option.replace('_', '-')} is missing")
@@ -393,7 +412,7 @@ def _tokenizer(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = _Parser(prog="jaxpar report", description="Write an HTML page about run folders.", allow_abbrev=False)
+    parser = _parser("report", "Write an HTML page about run folders.")
     parser.add_argument("runs", nargs="+", type=_folder, metavar="RUN", help="run folders")
     parser.add_argument(
         "--output",
@@ -411,7 +430,7 @@ def _report(arguments: list[str]) -> int:
 
 def _import(arguments: list[str]) -> int:
     name, rest = _split("import", arguments, what="HF_FOLDER must come first: a folder with config.json")
-    parser = _Parser(prog="jaxpar import HF_FOLDER", description=IMPORT, allow_abbrev=False)
+    parser = _parser("import HF_FOLDER", IMPORT)
     parser.add_argument("--run", type=_folder, help="run folder to make; needed")
     parser.add_argument("--devices", help="N devices to spread it over, a CPU cut into as many; or cpu:N")
     parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
@@ -436,7 +455,7 @@ def _export(arguments: list[str]) -> int:
     what = "RUN and HF_FOLDER must come first: a run folder, and a new folder to write"
     name, rest = _split("export", arguments, what=what)
     target, rest = _split("export", rest, what=what)
-    parser = _Parser(prog="jaxpar export RUN HF_FOLDER", description=EXPORT, allow_abbrev=False)
+    parser = _parser("export RUN HF_FOLDER", EXPORT)
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as imported, else float32")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file; default: 5GB")

@@ -14,7 +14,7 @@ from jaxpar.errors import ConfigError, divisors
 from jaxpar.mesh.axes import MeshConfig
 from jaxpar.mesh.rules import BATCH_AXES, ShardingRules
 from jaxpar.models.decoder import DecoderConfig
-from jaxpar.models.sampling import SamplesConfig
+from jaxpar.models.sampling import SamplingConfig
 from jaxpar.optim.optimizers import AdamWConfig, SGDConfig
 from jaxpar.tasks.language_model import LanguageModelConfig
 
@@ -68,6 +68,26 @@ class TrainConfig:
             rule = f"is no range FIRST:STOP of this run's steps 1 to {self.steps}"
             raise ConfigError("train.profile", self.profile, rule, "such as 10:13 for steps 10, 11 and 12")
         return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplesConfig:
+    """Texts that a run writes as it trains, into its ``samples.jsonl``."""
+
+    every: int | None = None  # steps between samples; none: no samples
+    prompts: tuple[str, ...] = ("",)  # an empty one: the start of a document
+    tokens: int = 64  # new tokens of each
+    sampling: SamplingConfig = SamplingConfig()
+
+    def validate(self) -> None:
+        """Raise ConfigError for numbers that cannot be."""
+        for name in ("every", "tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"samples.{name}", value, "is too small", "1 or more")
+        if not self.prompts:
+            raise ConfigError("samples.prompts", self.prompts, "holds no prompt", "one or more")
+        self.sampling.validate("samples.sampling")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,6 +212,8 @@ def test_wrong_input_is_one_line(refused, here, arguments, message):
         ("show typed.py", "train.steps: '9' is not an int"),
         ("parity quickstart --only nothing", "--only: nothing is in no layout's name"),
         ("parity quickstart --devices 4", "--devices: 4 is too few for the layouts of parity (legal: 8 or more)"),
+        ("parity .", "config: . is a run folder, which has no smoke()"),
+        ("bench train --devices 2", "bench: --devices 2 takes no overrides"),  # taken and not heeded once
         ("bench speed", "bench: speed is not a benchmark (legal: train)"),
     ],
 )

@@ -8,7 +8,8 @@ import oracle
 import pytest
 
 from jaxpar.errors import ConfigError
-from jaxpar.experiment import Experiment, MeshConfig, ShardingRules, TrainConfig
+from jaxpar.experiment import Experiment, MeshConfig, SamplesConfig, ShardingRules, TrainConfig
+from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 
 MODEL = dataclasses.replace(oracle.LLAMA, head_dim=4)
@@ -150,6 +151,20 @@ def test_layers_that_the_scan_does_not_divide():
 def test_counts_that_cannot_be(field, value):
     """One line naming the field."""
     refused(f"train.{field}: {value} ", train={field: value})
+
+
+@pytest.mark.parametrize(
+    "samples, message",
+    [
+        (SamplesConfig(every=0), "samples.every: 0"),
+        (SamplesConfig(tokens=0), "samples.tokens: 0"),
+        (SamplesConfig(prompts=()), "samples.prompts"),
+        (SamplesConfig(sampling=SamplingConfig(top_k=0)), "samples.sampling.top_k: 0"),
+    ],
+)
+def test_samples_that_cannot_be(samples, message):
+    with pytest.raises(ConfigError, match=f"^{message}.*legal"):
+        Experiment(samples=samples).validate()
 
 
 def test_derived_numbers():

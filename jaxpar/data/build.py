@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jaxpar.data.corpus import Corpus, Progress
 from jaxpar.data.loader import Loader
 from jaxpar.data.mapped import TemporaryFolder
 from jaxpar.data.mixture import fold
-from jaxpar.data.packing import PACKINGS, PackedRows, pack
+from jaxpar.data.packing import PACKINGS, PackedRows, Packing, pack
 from jaxpar.data.sources import Source, StandardLibrary
 from jaxpar.data.stream import Evaluation, Stream
 from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
@@ -42,7 +42,7 @@ class DataConfig:
     sources: tuple[Source, ...] = (StandardLibrary(),)
     tokenizer: str = "bytes"
     eos_token: str | None = None
-    packing: Literal["concat", "first_fit"] = "concat"
+    packing: Packing = "concat"
     eval_fraction: float = 0.05
     mask_documents: bool = True
     workers: int = 0
@@ -91,7 +91,7 @@ class Data:
         return Loader(self.train, global_batch, first, rows, self.config.workers, self.config.prefetch)
 
     def summary(self) -> dict[str, Any]:
-        """Counts for each source and split (see ``PackedRows.counts``) and the unigram entropy, ready for JSON."""
+        """Counts for each source and split (``PackedRows.counts``) and the unigram entropy in nats, ready for JSON."""
         held_out = self.evaluation.sources if self.evaluation else (None,) * len(self.corpora)
         sources = [
             {
@@ -114,7 +114,7 @@ class Data:
             "packing": self.config.packing,
             "fingerprint": self.fingerprint,
             "sources": sources,
-            "unigram_entropy_nats": self.unigram_entropy(),
+            "unigram_entropy": self.unigram_entropy(),
         }
 
     def unigram_entropy(self) -> float | None:

@@ -32,6 +32,7 @@ from jaxpar.data.mapped import TemporaryFolder
 from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import Tokenizer
 from jaxpar.errors import JaxparError
+from jaxpar.user_cache import user_cache
 
 KEEP_DAYS = 30
 
@@ -48,11 +49,10 @@ def cache_folder(cache: str | None) -> Path | None:
     """Where ``data.cache`` is: ``"auto"`` is in the user's cache folder; None for none."""
     if cache is None:
         return None
+    if cache == "auto":
+        return user_cache("tokens")
     try:
-        if cache != "auto":
-            return Path(cache).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "jaxpar" / "tokens"
+        return Path(cache).expanduser()
     except RuntimeError:  # no home folder
         return None
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from jaxpar.data.mapped import release_pages
 
-PACKINGS = ("concat", "first_fit")
+Packing = Literal["concat", "first_fit"]
+PACKINGS: tuple[Packing, ...] = get_args(Packing)
 
 _COUNT_TOKENS = 1 << 21  # tokens counted at a time, at some 10 bytes each
 
@@ -219,7 +220,7 @@ def pack(
     starts_D: np.ndarray,
     lengths_D: np.ndarray,
     seq_len: int,
-    packing: str = "concat",
+    packing: Packing = "concat",
     mask_documents: bool = True,
 ) -> PackedRows:
     """Pack documents ``tokens_N[starts_D[d]:starts_D[d] + lengths_D[d]]``, all of length 1 or more.

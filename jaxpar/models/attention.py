@@ -2,7 +2,8 @@
 
 Up to ``CHUNK`` positions it is one dense block. Beyond that the mask is cut into CHUNK x CHUNK blocks, and one scan
 runs over the list of blocks that the mask leaves (the causal half, or the band of a sliding window), with an online
-softmax going forward and recomputed probabilities going back (Dao et al., arXiv:2205.14135).
+softmax going forward and recomputed probabilities going back (Dao et al., arXiv:2205.14135). ``attend_cached`` is the
+attention of one new position to a cache of keys and values.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ class Mask:
     """Which keys a query sees, besides its own segment: none later, none ``window`` or more positions back."""
 
     window: int | None = None
-    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    softcap: float | None = None  # of the logits, see ``softcapped``
     scale: float | None = None  # factor on the logits; none: head_dim ** -0.5
 
     def scaled(self, q_BSHK: jax.Array) -> jax.Array:
         """The queries times ``scale``."""
         scale = q_BSHK.shape[-1] ** -0.5 if self.scale is None else self.scale
         return q_BSHK * jnp.asarray(scale, q_BSHK.dtype)
+
+
+def softcapped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """``cap * tanh(logits / cap)`` (Gemma 2, arXiv:2408.00118); no ``cap``: the logits."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def attention(
@@ -87,9 +93,7 @@ def attend_cached(
     seen_BT = (ago_BT > 0) & (ago_BT < (mask.window or T + 1))
     cached = jnp.einsum("bgrk,btgk->bgrt", q, cached_k_BTGK, preferred_element_type=jnp.float32)
     own = jnp.einsum("bgrk,bgk->bgr", q, k_BGK, preferred_element_type=jnp.float32)
-    s = jnp.concatenate([cached, own[..., None]], axis=-1)
-    if mask.softcap is not None:
-        s = mask.softcap * jnp.tanh(s / mask.softcap)
+    s = softcapped(jnp.concatenate([cached, own[..., None]], axis=-1), mask.softcap)
     seen = jnp.pad(seen_BT, ((0, 0), (0, 1)), constant_values=True)[:, None, None]
     p = jax.nn.softmax(jnp.where(seen, s, NEVER), axis=-1).astype(v_BGK.dtype)
     values = jnp.where(seen_BT[..., None, None], cached_v_BTGK, 0)  # what an unused slot holds may be anything
@@ -110,8 +114,7 @@ def _visible(q_at: jax.Array, k_at: jax.Array, q_seg: Any, k_seg: Any, window: i
 
 
 def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> jax.Array:
-    s = jnp.einsum("bsgk,btgk->bgst", q, k, preferred_element_type=jnp.float32)
-    return s if softcap is None else softcap * jnp.tanh(s / softcap)
+    return softcapped(jnp.einsum("bsgk,btgk->bgst", q, k, preferred_element_type=jnp.float32), softcap)
 
 
 # From here on the R query heads that share a key head are R rows of one position: q is [B, S * R, G, K], row r of it

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxpar.errors import ConfigError, divisors
 from jaxpar.models import rope
-from jaxpar.models.attention import Mask
+from jaxpar.models.attention import Mask, softcapped
 from jaxpar.models.initializers import weight
 from jaxpar.models.layers import GATED, DecoderLayer, RMSNorm
 from jaxpar.models.layout import Layout, SingleDevice
@@ -204,9 +204,8 @@ class Decoder(nnx.Module):
         if positions_BS is None:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
         x_BSD, head_DV = self.hidden(tokens_BS, positions_BS, segments_BS, layout)
-        logits = jnp.einsum("bsd,dv->bsv", x_BSD, head_DV, preferred_element_type=jnp.float32)
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits_BSV = jnp.einsum("bsd,dv->bsv", x_BSD, head_DV, preferred_element_type=jnp.float32)
+        return softcapped(logits_BSV, self.config.logit_softcap)
 
 
 def stack(make: Any, rngs: nnx.Rngs, count: int) -> Any:

@@ -34,26 +34,6 @@ class SamplingConfig:
         return {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "vocab_size": vocab_size}
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplesConfig:
-    """Texts that a run writes as it trains, into its ``samples.jsonl``."""
-
-    every: int | None = None  # steps between samples; none: no samples
-    prompts: tuple[str, ...] = ("",)  # an empty one: the start of a document
-    tokens: int = 64  # new tokens of each
-    sampling: SamplingConfig = SamplingConfig()
-
-    def validate(self) -> None:
-        """Raise ConfigError for numbers that cannot be."""
-        for name in ("every", "tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"samples.{name}", value, "is too small", "1 or more")
-        if not self.prompts:
-            raise ConfigError("samples.prompts", self.prompts, "holds no prompt", "one or more")
-        self.sampling.validate("samples.sampling")
-
-
 def sample(logits_BV: jax.Array, keys_B: jax.Array, scalars: dict[str, jax.Array]) -> jax.Array:
     """A token for each row, int32 [B], by its own key (Gumbel-max); ``scalars`` as of ``SamplingConfig``.
 

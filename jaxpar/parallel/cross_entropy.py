@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.compat import as_varying, varying_axes
+from jaxpar.models.attention import softcapped
 
 LOGITS = 1 << 25  # logits of a chunk: 128 MiB in fp32
 
@@ -57,9 +58,7 @@ def _run(h, w, targets, mask, z_loss, softcap, axis, chunk, with_grad):
         return as_varying(reduce(x, axis), axes) if axis else x
 
     def part(dw: jax.Array, h: jax.Array, targets: jax.Array, mask: jax.Array) -> Any:
-        logits = jnp.einsum("nd,dv->nv", h, w, preferred_element_type=jnp.float32)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
+        logits = softcapped(jnp.einsum("nd,dv->nv", h, w, preferred_element_type=jnp.float32), softcap)
         top = across(logits.max(-1), jax.lax.pmax)
         lse = top + jnp.log(across(jnp.exp(logits - top[:, None]).sum(-1), jax.lax.psum))
         hit = columns == targets[:, None]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES
-from jaxpar.models.attention import Mask
+from jaxpar.models.attention import Mask, softcapped
 from jaxpar.models.layout import lookup
 from jaxpar.parallel.attention import run_kernel
 from jaxpar.parallel.layout import MeshLayout
@@ -49,4 +49,4 @@ class DecodeLayout(MeshLayout):
         logits_BV = jnp.einsum("bd,dv->bv", x_BD, head_DV, preferred_element_type=jnp.float32)
         if (axis := self.split("vocab")) is not None:
             logits_BV = jax.lax.all_gather(logits_BV, axis, axis=1, tiled=True)
-        return logits_BV if softcap is None else softcap * jnp.tanh(logits_BV / softcap)
+        return softcapped(logits_BV, softcap)

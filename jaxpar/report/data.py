@@ -95,7 +95,7 @@ def render(description: dict[str, Any]) -> str:
     run, sources = description["run"], description["sources"]
     text_bytes = sum(source["text_bytes"] for source in sources)
     text_tokens = sum(source["tokens"] - source["documents"] for source in sources)
-    entropy = description["unigram_entropy_nats"]
+    entropy = description["unigram_entropy"]
     apart = "documents kept apart" if description["mask_documents"] else "documents run into each other"
     lines = [
         f"tokenizer  {_short(description['tokenizer'], 60)}: {description['vocab_size']:,} ids, "
@@ -161,14 +161,14 @@ def _render_example(example: dict[str, Any], seq_len: int) -> list[str]:
         count = "all targets count" if not masked else f"{masked:,} target{'s' * (masked > 1)} masked"
         lines.append(f"  {where}: document {piece['document']:,} {begins} and {ends}; {count}")
         end = (END if piece["to_end"] else "") + (MASKED if last in piece["masked_columns"] else "")
-        lines += [f"  │ {line}" for line in _wrapped(printable(piece["text"]) + end, WIDTH - 4)]
+        lines += [f"  │ {line}" for line in _wrapped(visible(piece["text"]) + end, WIDTH - 4)]
     if example["padding"]:
         begin = seq_len - example["padding"]
         lines.append(f"  columns {begin:,}-{seq_len - 1:,}: padding; no target counts")
     return lines
 
 
-def printable(text: str) -> str:
+def visible(text: str) -> str:
     """``text`` with a visible sign or an escape for everything a terminal would obey or not show."""
     return "".join(SHOWN.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
 
@@ -200,7 +200,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _short(name: str, width: int) -> str:
     """The end of a long name."""
-    name = printable(name)
+    name = visible(name)
     return name if len(name) <= width else "…" + name[1 - width :]
 
 

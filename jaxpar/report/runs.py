@@ -14,21 +14,14 @@ import numpy as np
 
 from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.experiment import Experiment
+from jaxpar.runtime import metrics
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.serialize import from_json
 
 Columns = Mapping[str, np.ndarray]  # field -> float64 [records], NaN where a record has no value
 
-PHASES = {
-    "seconds_step": "steps",
-    "seconds_data": "waiting for data",
-    "seconds_compile": "compiling",
-    "seconds_evaluate": "evaluation",
-    "seconds_checkpoint": "checkpoints",
-    "seconds_start": "start",
-    "seconds_lost": "lost to restarts",
-}  # of a training record, cumulative
+PHASES = {f"seconds_{name}": words for name, words in metrics.PHASES.items()}  # of a training record, cumulative
 TRAINING = (
     "step", "tokens", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second", "mfu", "seconds",
     "goodput", "memory_bytes", "host_bytes", *PHASES,

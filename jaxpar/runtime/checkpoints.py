@@ -114,6 +114,18 @@ class Checkpoints:
         """The step of the newest complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
+    def choose(self, step: int | None) -> int:
+        """``step``, or the newest for None. Raises ``ConfigError`` unless that is a complete checkpoint."""
+        steps = self.steps()
+        if not steps:
+            raise ConfigError(
+                "run", str(self.folder.parent), "holds no complete checkpoint", "a run that has saved one"
+            )
+        if step is not None and step not in steps:
+            rule = "is not a complete checkpoint of the run"
+            raise ConfigError("--step", step, rule, ", ".join(map(str, steps)))
+        return steps[-1] if step is None else step
+
     def metadata(self, step: int) -> dict[str, Any]:
         """What was passed to ``save`` as ``metadata``."""
         return self._marker(step)["metadata"]

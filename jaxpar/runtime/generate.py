@@ -116,12 +116,7 @@ def generate(
     """
     sampling.validate("generate")
     checkpoints = Checkpoints(RunFolder(run).checkpoints)
-    steps = checkpoints.steps()
-    if not steps:
-        raise ConfigError("run", str(run), "holds no complete checkpoint", "a run that has saved one")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ConfigError("--step", step, "is no complete checkpoint of the run", ", ".join(map(str, steps)))
+    step = checkpoints.choose(step)
     for number, text in enumerate(stop):
         if not text:
             raise ConfigError("--stop", number, "is an empty text, which ends everything", "one character or more")

@@ -117,6 +117,7 @@ class _Training:
             self.hosts.check_shared(self.folder.path)
             self.hosts.say_where(self._where_to_go_on)
             first = self.hosts.from_first(self.checkpoints.latest) if self.resume else None
+            self.entropy = self.data.unigram_entropy()
             self._introduce(first, saved)
             state = None if first is None else self._restore(first, saved)
             self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
@@ -171,7 +172,7 @@ class _Training:
         if not (self.resume and self.folder.config_file.exists()):
             return None
         latest = self.checkpoints.latest()
-        if latest is not None and "data" not in self.checkpoints.metadata(latest):
+        if latest is not None and "imported" in self.checkpoints.metadata(latest):
             rule = "holds imported weights, not a run that can go on"
             legal = f"another folder, with --train.init_from {self.folder.path}"
             raise ConfigError("run", str(self.folder.path), rule, legal)
@@ -179,7 +180,6 @@ class _Training:
 
     def _introduce(self, first: int | None, saved: Experiment | None) -> None:
         self._say(f"run      {self.folder.path}")
-        self.entropy = self.data.unigram_entropy()
         for line in introduction(self.program, self.data, self.entropy):
             self._say(line)
         if first is not None:

@@ -14,15 +14,15 @@ from typing import Any
 
 import jax
 
-# What the seconds of a run are spent on, and how the summary calls it.
+# What the seconds of a run are spent on, and in words.
 PHASES = {
-    "start": "start",  # reading data, building, restoring or making the first state; starting and writing a profile
-    "compile": "compile",  # of the step and of the evaluation
-    "data": "data",  # the loop waiting for the loader
     "step": "steps",  # dispatching a step, waiting for the device, writing the metrics down
+    "data": "waiting for data",  # the loop, for the loader
+    "compile": "compiling",  # the step and the evaluation
     "evaluate": "evaluation",
     "checkpoint": "checkpoints",  # what the loop itself waits for; the rest is written meanwhile
-    "lost": "lost",  # in earlier sessions, after the checkpoint that the run was resumed from
+    "start": "start",  # reading data, building, restoring or making the first state; starting and writing a profile
+    "lost": "lost to restarts",  # in earlier sessions, after the checkpoint that the run was resumed from
 }
 
 
@@ -101,7 +101,7 @@ class Meter:
         self._marks = collections.deque([self._spent["data"] + self._spent["step"]], maxlen=self._marks.maxlen)
 
     def shares(self) -> str:
-        """Where the time went, in words: ``1 min 40 s: 92 % steps, 5 % compile, 3 % start``."""
+        """Where the time went, in words: ``1 min 40 s: 92 % steps, 5 % compiling, 3 % start``."""
         total = self.seconds()["seconds"]
         shares = {PHASES[name]: 100 * spent / max(total, 1e-9) for name, spent in self._spent.items()}
         ordered = sorted(shares.items(), key=lambda item: -item[1])

@@ -4,13 +4,13 @@
 
     config.json      the run's config
     compile.json     what compiling it took, what the compiled step needs, and on which devices
-    data.json        what is known of the data: tokens, unigram entropy
+    data.json        what is known of the data: the unigram entropy of the held-out text, nats per token
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     samples.jsonl    texts that the model wrote as it was trained (``samples.every``), likewise
     checkpoints/     see ``jaxpar.runtime.checkpoints``
     time.json        where the time of all sessions went, at the start and the end of the last one
     track.json       what finds the run again in its trackers
-    figures/         PNG files
+    report.html      see ``jaxpar.report``; its figures are PNG files in figures/
     huggingface/     where the model began as theirs: config.json, tokenizer files, tensors.json (``jaxpar.weights``)
     profile/         traces of ``jax.profiler``; ``tensorboard/`` and ``wandb/`` belong to those trackers
     lock             held (flock) by the process that writes; the kernel releases it however that process ends

@@ -6,14 +6,15 @@ import logging
 import os
 from pathlib import Path
 
+from jaxpar.user_cache import user_cache
+
 
 def compile_cache_folder() -> Path | None:
     """Where compiled programs are kept: ``JAX_COMPILATION_CACHE_DIR``, or the user's cache folder; "" turns it off."""
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if given is not None:
         return Path(given) if given else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxpar" / "xla"
+    return user_cache("xla")
 
 
 def configure_jax() -> None:

@@ -98,12 +98,7 @@ def export_run(
     folder = RunFolder(run)
     experiment = dataclasses.replace(from_json(Experiment, folder.read_config()), mesh=MeshConfig())
     checkpoints = Checkpoints(folder.checkpoints)
-    steps = checkpoints.steps()
-    if not steps:
-        raise ConfigError("RUN", str(run), "holds no complete checkpoint", "a run folder with one")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ConfigError("--step", step, f"is not a complete checkpoint of {run}", ", ".join(map(str, steps)))
+    step = checkpoints.choose(step)
     raw = _config_json(experiment, folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("HF_FOLDER", str(target), "is not an empty folder", "a new one")
@@ -188,16 +183,15 @@ def _read(files: Folder, parts: list[Leaf], program: Program) -> tuple[Any, list
 
 def _config_json(experiment: Experiment, folder: RunFolder) -> dict[str, Any]:
     """The config.json that the model came with, where it is that model still; else a new one."""
-    source = folder.huggingface / "config.json"
-    before = _read_json(source) if source.exists() else None
-    if before is not None and from_huggingface(before)[0] == canonical(experiment.model):
+    before = folder.read("huggingface/config.json")
+    if before and from_huggingface(before)[0] == canonical(experiment.model):
         raw = {"architectures": [architecture_of(before).name], **before}
     else:
         rope = experiment.model.rope
         scaled = round(rope.factor * rope.original_length) if rope.scaling in ("llama3", "yarn") else 0
         positions = max(experiment.train.seq_len, scaled)
-        raw = to_huggingface(experiment.model, positions, None if before is None else architecture_of(before))
-    if before is not None and not _has_own_tokenizer(experiment, folder):
+        raw = to_huggingface(experiment.model, positions, architecture_of(before) if before else None)
+    if before and not _has_own_tokenizer(experiment, folder):
         return {**raw, **{key: before[key] for key in TOKEN_KEYS if key in before}}
     try:
         eos = load_tokenizer(experiment.data.tokenizer, experiment.data.eos_token).eos
@@ -214,10 +208,9 @@ def _has_own_tokenizer(experiment: Experiment, folder: RunFolder) -> bool:
 
 def _dtypes(parts: list[Leaf], folder: RunFolder, dtype: str | None) -> dict[str, str]:
     """Tensor -> the dtype to write, of all that are to be written, in their order."""
-    remembered = folder.huggingface / "tensors.json"
-    before: dict[str, str] = _read_json(remembered) if remembered.exists() else {}
+    before: dict[str, str] = folder.read("huggingface/tensors.json")
     usual = Counter(before.values()).most_common(1)[0][0] if before else "float32"
-    names = [name for leaf, layer in _in_order(parts) for name in [leaf.tensor(layer)]]
+    names = [leaf.tensor(layer) for leaf, layer in _in_order(parts)]
     if HEAD in before and HEAD not in names:  # tied, and in the file nevertheless
         names.append(HEAD)
     return {name: dtype or before.get(name, usual) for name in names}
@@ -239,8 +232,8 @@ def _planned(parts: list[Leaf], values: dict[str, np.ndarray], dtypes: dict[str,
         leaf, layer = by_name.get(name) or by_name[EMBEDDING]
 
         def make(leaf: Leaf = leaf, layer: int = layer, dtype: str = dtype) -> np.ndarray:
-            value = values[leaf.name] if leaf.layers is None else values[leaf.name][layer]
-            return np.ascontiguousarray(leaf.to_tensor(value).astype(DTYPES[dtype]))
+            tensor = leaf.to_tensor(leaf.of_layer(values[leaf.name], layer))
+            return np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
 
         yield Planned(name, leaf.tensor_shape, DTYPES[dtype], make)
 
@@ -249,7 +242,7 @@ def _refuse_overflow(parts: list[Leaf], values: dict[str, np.ndarray], dtypes: d
     """What rounds beyond 65504, where float16 ends, would become infinity."""
     for leaf, layer in _in_order(parts):
         if dtypes[leaf.tensor(layer)] == "float16":
-            value = values[leaf.name] if leaf.layers is None else values[leaf.name][layer]
+            value = leaf.of_layer(values[leaf.name], layer)
             if np.any(np.isfinite(value) & (np.abs(value) >= 65520)):
                 raise JaxparError(f"{leaf.tensor(layer)} has values too large for float16; use --dtype bfloat16")
 

@@ -41,8 +41,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.single = (path / SINGLE).exists()
-        indexed = None if self.single else self._index()
+        indexed = None if (path / SINGLE).exists() else self._index()
         files = [SINGLE] if indexed is None else sorted(set(indexed.values()))
         self._open = {file: self._opened(file) for file in files}
         self.tensors: dict[str, Tensor] = {}

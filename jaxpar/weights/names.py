@@ -102,6 +102,10 @@ class Leaf:
         piece = read(tuple(at)).reshape(shape).transpose([axes.index(a) for a in ours])
         return piece[tuple(slice(None) if a in outer else slice(wanted[a].start, wanted[a].stop) for a in ours)]
 
+    def of_layer(self, value: np.ndarray, layer: int) -> np.ndarray:
+        """A layer's part of the leaf's ``value`` (all of it, where there is one tensor)."""
+        return value if self.layers is None else value[layer]
+
     def to_tensor(self, value: np.ndarray) -> np.ndarray:
         """The tensor whose values are ``value``, one layer of this leaf."""
         ours = of_one_layer(self.axes)

@@ -89,7 +89,7 @@ def test_without_evaluation(folder):
     data = build_data(replace(MANY, eval_fraction=0.0), 16, 0)
     assert data.evaluation is None
     assert sorted(texts_of(data, data.train.sources)) == sorted(TEXTS)
-    assert data.summary()["unigram_entropy_nats"] is None
+    assert data.summary()["unigram_entropy"] is None
     assert data.summary()["sources"][0]["eval"] is None
 
 
@@ -131,7 +131,7 @@ def test_unigram_entropy(folder):
         np.add.at(counts_V, [*text.encode(), 256], 1)
     targets = [id for text in texts_of(data, held_out_rows(data)) for id in [*text.encode(), 256][1:]]
     expected = -np.mean(np.log(counts_V / counts_V.sum())[targets])
-    assert data.summary()["unigram_entropy_nats"] == pytest.approx(expected, rel=1e-12)
+    assert data.summary()["unigram_entropy"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_fingerprint_names_the_batches(folder):

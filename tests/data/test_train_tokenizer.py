@@ -186,6 +186,7 @@ def test_the_command(folder, tmp_path, capsys):
         ("tain x", "tokenizer: tain is nothing it can do (legal: train)"),
         ("train --vocab-size 300 --output t", "tokenizer train: the text is that of either CONFIG ("),
         ("train quickstart --input a --vocab-size 300 --output t", "tokenizer train: the text is that of either"),
+        ("train --input a --smoke --vocab-size 300 --output t", "--smoke: true does not go with --input"),
         ("train quickstart --output t", "tokenizer train: --vocab-size is missing"),
         ("train quickstart --vocab-size 300", "tokenizer train: --output is missing"),
         (

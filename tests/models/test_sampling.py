@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.errors import ConfigError
-from jaxpar.models.sampling import SamplesConfig, SamplingConfig, sample
+from jaxpar.models.sampling import SamplingConfig, sample
 
 LOGITS = np.array([1.0, 3.0, 2.0, 0.0, 2.5, 9.0], np.float32)  # the last one is past the vocabulary
 DRAWS = 20_000
@@ -60,12 +60,8 @@ def test_what_is_left_keeps_its_proportions(fields, kept):
         (SamplingConfig(top_k=0), "sampling.top_k: 0"),
         (SamplingConfig(top_p=0.0), "sampling.top_p: 0.0"),
         (SamplingConfig(top_p=1.5), "sampling.top_p: 1.5"),
-        (SamplesConfig(every=0), "samples.every: 0"),
-        (SamplesConfig(tokens=0), "samples.tokens: 0"),
-        (SamplesConfig(prompts=()), "samples.prompts"),
-        (SamplesConfig(sampling=SamplingConfig(top_k=0)), "samples.sampling.top_k: 0"),
     ],
 )
 def test_numbers_that_cannot_be(config, message):
     with pytest.raises(ConfigError, match=f"^{message}.*legal"):
-        config.validate("sampling") if isinstance(config, SamplingConfig) else config.validate()
+        config.validate("sampling")

@@ -12,7 +12,8 @@ from run_helpers import change, stop_after, tiny_experiment, write_text
 
 from jaxpar.cli import main
 from jaxpar.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
-from jaxpar.models.sampling import SamplesConfig, SamplingConfig
+from jaxpar.experiment import SamplesConfig
+from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.generate import Writer, _Growing, for_generation
@@ -145,7 +146,7 @@ def test_on_eight_devices_it_is_the_same_text(run, generated):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (("--step", "3"), "--step: 3 is no complete checkpoint of the run (legal: 10)"),
+        (("--step", "3"), "--step: 3 is not a complete checkpoint of the run (legal: 10)"),
         (("--tokens", "0"), "--tokens: 0 is out of range"),
         (("--samples", "0"), "--samples: 0 is out of range"),
         (("--temperature", "-1"), "generate.temperature: -1.0"),
@@ -159,6 +160,14 @@ def test_on_eight_devices_it_is_the_same_text(run, generated):
 def test_what_cannot_be_generated(generated, flags, message):
     code, out, err = generated(*flags)
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"on\xff", "is not UTF-8 text (byte 2)")])
+def test_a_file_without_prompts(generated, tmp_path, content, message):
+    """Not a text after no prompt, and no traceback."""
+    (tmp_path / "prompts").write_bytes(content)
+    code, out, err = generated("--prompts", str(tmp_path / "prompts"))
+    assert (code, out) == (2, "") and err.startswith(f"jaxpar: --prompts: {tmp_path}/prompts {message}")
 
 
 def test_a_folder_without_a_checkpoint(run, generated, tmp_path):

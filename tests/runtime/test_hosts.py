@@ -5,6 +5,7 @@ Every process is given a time after which it is killed and the test fails: a han
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pickle
@@ -18,7 +19,7 @@ import jax
 import pytest
 from run_helpers import QuicklyCompiled, lines, steps_of, stop_after, tiny_experiment, write_text
 
-from jaxpar.experiment import MeshConfig
+from jaxpar.experiment import MeshConfig, SamplesConfig
 from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.loop import train
@@ -119,7 +120,8 @@ LAYOUTS = {
 
 def layout(tiny, name):
     mesh, more = LAYOUTS[name]
-    return tiny(mesh, steps=4, **more)
+    samples = SamplesConfig(every=4, prompts=("one", ""), tokens=8)
+    return dataclasses.replace(tiny(mesh, steps=4, **more), samples=samples)
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +149,11 @@ def first_series(folder, tiny):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_hosts_train_as_one(first_series, folder, tiny, alone, name):
-    """Wrong rows on a host, or rows cut wrongly along the sequence, change every loss."""
+    """Wrong rows on a host, or rows cut wrongly along the sequence, change every loss; and they write as one."""
     assert first_series[list(LAYOUTS).index(name)] == ["4", "None"]
-    assert_close(folder / name.replace(" ", "_"), alone(layout(tiny, name)))
+    run, other = folder / name.replace(" ", "_"), alone(layout(tiny, name))
+    assert_close(run, other)
+    assert (run / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
 
 
 def test_a_signal_to_one_host_and_then_other_numbers_of_hosts(first_series, folder, tiny, alone, monkeypatch):

@@ -46,6 +46,16 @@ def test_on_by_default_for_every_program(monkeypatch, tmp_path, settings):
     assert (tmp_path / "jaxpar" / "xla").is_dir()
 
 
+def test_a_user_without_a_home(monkeypatch, settings):
+    """Such as a container's number that has no name: no traceback of every command."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    configure_jax()
+    assert settings == {}
+
+
 @pytest.mark.parametrize("place", ["", "{}/file/cache", "/proc/cache"])
 def test_off_or_impossible_is_no_error(monkeypatch, tmp_path, settings, place):
     (tmp_path / "file").write_text("in the way")

@@ -90,7 +90,7 @@ def test_import_train_export(capsys, tmp_path):
         ),
         ("export runs/llama", "export: RUN and HF_FOLDER must come first: a run folder, and a new folder to write"),
         ("export runs/llama hf", "HF_FOLDER: hf is not an empty folder (legal: a new one)"),
-        ("export runs/llama out --step 5", "--step: 5 is not a complete checkpoint of runs/llama (legal: 0)"),
+        ("export runs/llama out --step 5", "--step: 5 is not a complete checkpoint of the run (legal: 0)"),
         ("export runs/llama out --dtype int8", "export RUN HF_FOLDER: argument --dtype: invalid choice: 'int8'"),
         ("export runs/llama out --max-shard-size big", "--max-shard-size: big is not a size (legal: such as 5GB,"),
         ("export runs/llama out --mesh.tensor 2", "export: --mesh.tensor 2 takes no overrides"),
