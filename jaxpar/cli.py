@@ -301,8 +301,8 @@ def _lines(path: Path) -> list[str]:
 
 def _show(arguments: list[str]) -> int:
     name, rest = _split("show", arguments)
-    description = "Print what a config resolves to; compiles and reads nothing."
-    parser = _parser("show CONFIG", description, devices=True, smoke=True)
+    what = "Print what a config resolves to; compiles and reads nothing."
+    parser = _parser("show CONFIG", what, devices=True, smoke=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
     options, overrides = _parse(parser, name, rest)
     experiment = _experiment(name, options.smoke, overrides)
