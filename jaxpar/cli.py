@@ -267,16 +267,16 @@ def _generate(arguments: list[str]) -> int:
 
     from jaxpar.mesh.devices import start_devices
     from jaxpar.models.sampling import SamplingConfig
-    from jaxpar.runtime.generate import generate
+    from jaxpar.runtime.generate import print_texts
 
-    generate(
+    print_texts(
         experiment,
         Path(name),
-        start_devices(options.devices),
         prompts or [""],
         options.tokens,
         SamplingConfig(options.temperature, options.top_k, options.top_p),
         samples=options.samples,
+        devices=start_devices(options.devices),
         seed=options.seed,
         stop=options.stop,
         special_tokens=options.special_tokens,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -23,6 +24,7 @@ from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
+from jaxpar.serialize import from_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Continuation:
     """What a model wrote after a prompt."""
 
     prompt: str
+    prompt_tokens: int
     text: str  # without the stop text that ended it
     tokens: int  # new ones, an end token included
     ended_by: str  # "end" (of the document), "stop" (a stop text) or "length"
@@ -67,7 +70,8 @@ class Writer:
         ]
 
         def texts(written: Sequence[np.ndarray]) -> list[Continuation]:
-            return [self._read(prompt, ids, stop) for prompt, ids in zip(prompts, written, strict=True)]
+            read = zip(prompts, map(len, encoded), written, strict=True)
+            return [self._continuation(prompt, count, ids, stop) for prompt, count, ids in read]
 
         def watch(written: list[np.ndarray]) -> list[bool]:
             so_far = texts(written)
@@ -83,67 +87,92 @@ class Writer:
             )
         )
 
-    def _read(self, prompt: str, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
+    def _continuation(self, prompt: str, prompt_tokens: int, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
         text = self.tokenizer.decode(ids)
         found = [at for at in (text.find(end) for end in stop) if at >= 0]
         if found:
-            return Continuation(prompt, text[: min(found)], len(ids), "stop")
+            return Continuation(prompt, prompt_tokens, text[: min(found)], len(ids), "stop")
         ended = len(ids) and ids[-1] == self.tokenizer.eos
-        return Continuation(prompt, text, len(ids), "end" if ended else "length")
+        return Continuation(prompt, prompt_tokens, text, len(ids), "end" if ended else "length")
 
 
 def generate(
-    experiment: Experiment,
-    run: Path,
-    devices: list[Any],
+    run: Path | str,
     prompts: Sequence[str],
-    tokens: int,
-    sampling: SamplingConfig,
+    tokens: int = 200,
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
     *,
     samples: int = 1,
     seed: int = 0,
     stop: Sequence[str] = (),
     special_tokens: bool = False,
     step: int | None = None,
-    as_json: bool = False,
-) -> None:
-    """Print what the model of ``run`` (its newest checkpoint, or that of ``step``) writes after each prompt.
+    experiment: Experiment | None = None,
+    devices: list[Any] | None = None,
+    show: Show | None = None,
+) -> list[Continuation]:
+    """What the model in the run folder ``run`` writes after each prompt: ``samples`` texts of each.
 
-    One text alone is printed as it grows. Raises ConfigError before anything is read for what cannot work.
+    ``step``: of the checkpoint; None: the newest. ``experiment``: in place of the run's own config, such as with
+    another mesh. ``devices``: all there are. The others as of ``Writer.write``. Raises ConfigError, before an array is
+    read, for what cannot work.
     """
-    sampling.validate("generate")
-    checkpoints = Checkpoints(RunFolder(run).checkpoints)
+    for name, texts in (("prompts", prompts), ("stop", stop)):
+        if isinstance(texts, str):
+            raise ConfigError(name, texts, "is one text", "a list of texts")
+    sampling.validate("sampling")
+    folder = RunFolder(run)
+    checkpoints = Checkpoints(folder.checkpoints)
     step = checkpoints.choose(step)
     for number, text in enumerate(stop):
         if not text:
             raise ConfigError("--stop", number, "is an empty text, which ends everything", "one character or more")
+    experiment = experiment or from_json(Experiment, folder.read_config())
+    devices = devices or jax.devices()
     program = Program(for_generation(experiment, len(devices)), devices)
     writer = Writer(program, load_tokenizer(experiment.data.tokenizer, experiment.data.eos_token))
     prompts = [prompt for prompt in prompts for _ in range(samples)]
     weights = writer.generator.ready(checkpoints.restore(step, program.abstract_params, only="params"))
-    alone = len(prompts) == 1 and not as_json
+    return writer.write(weights, prompts, tokens, sampling, seed, stop, special_tokens, show)
+
+
+def print_texts(
+    experiment: Experiment,
+    run: Path,
+    prompts: Sequence[str],
+    tokens: int,
+    sampling: SamplingConfig,
+    *,
+    samples: int,
+    step: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Print what ``generate`` gives with these arguments and ``options``; one text alone as it grows."""
+    step = Checkpoints(RunFolder(run).checkpoints).choose(step)
+    growing = _Growing() if len(prompts) * samples == 1 and not as_json else None
     start = time.perf_counter()
-    printed = _Growing(prompts[0]) if alone else None
-    with tqdm(total=tokens, unit="token", leave=False, disable=alone or not sys.stderr.isatty()) as bar:
+    with tqdm(total=tokens, unit="token", leave=False, disable=bool(growing) or not sys.stderr.isatty()) as bar:
 
         def show(so_far: list[Continuation]) -> None:
-            if printed is not None:
-                printed.grow(so_far[0].text)
+            if growing is not None:
+                growing.show(so_far[0])
             bar.update(max(one.tokens for one in so_far) - bar.n)
 
-        written = writer.write(weights, prompts, tokens, sampling, seed, stop, special_tokens, show)
+        written = generate(
+            run, prompts, tokens, sampling, samples=samples, step=step, experiment=experiment, show=show, **options
+        )
     seconds, count = time.perf_counter() - start, sum(one.tokens for one in written)
-    if printed is not None:
-        printed.grow(written[0].text, last=True)
+    if growing is not None:
+        growing.show(written[0], last=True)
     elif as_json:
         print(json.dumps([{**dataclasses.asdict(one), "step": step} for one in written], indent=1, ensure_ascii=False))
     else:
         for number, one in enumerate(written):
             print(f"--- {number + 1} of {len(written)}, ended by {one.ended_by}\n{one.prompt}{one.text}")
     note = f"step {step}: {count} tokens in {seconds:.1f} s, compilation included"
-    seen = experiment.train.seq_len
-    if any(len(ids) + tokens > seen for ids in writer.tokenizer.encode(list(prompts))):
-        note += f"; beyond the {seen} tokens that the model was trained on at once"
+    if any(one.prompt_tokens + tokens > experiment.train.seq_len for one in written):
+        note += f"; beyond the {experiment.train.seq_len} tokens that the model was trained on at once"
     print(note, file=sys.stderr)
 
 
@@ -160,13 +189,12 @@ def for_generation(experiment: Experiment, num_devices: int) -> Experiment:
 
 
 class _Growing:
-    """A text on standard output that is printed as it comes; the end of an unfinished character waits."""
+    """A prompt and its text on standard output, printed as they come; the end of an unfinished character waits."""
 
-    def __init__(self, prompt: str):
+    def __init__(self) -> None:
         self._printed = 0
-        print(prompt, end="", flush=True)
 
-    def grow(self, text: str, last: bool = False) -> None:
-        shown = text if last else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        print(shown[self._printed :], end="\n" if last else "", flush=True)
-        self._printed = max(self._printed, len(shown))
+    def show(self, so_far: Continuation, last: bool = False) -> None:
+        text = so_far.prompt + (so_far.text if last else so_far.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        print(text[self._printed :], end="\n" if last else "", flush=True)
+        self._printed = max(self._printed, len(text))

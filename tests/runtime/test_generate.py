@@ -11,11 +11,12 @@ from run_helpers import change, stop_after, tiny_experiment, write_text
 
 from jaxpar.cli import main
 from jaxpar.data.tokenizers import ByteTokenizer
+from jaxpar.errors import ConfigError
 from jaxpar.experiment import SamplesConfig
 from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
-from jaxpar.runtime.generate import Writer, for_generation
+from jaxpar.runtime.generate import Writer, for_generation, generate
 from jaxpar.runtime.loop import train
 
 SAMPLES = SamplesConfig(every=4, prompts=("one", ""), tokens=8, sampling=SamplingConfig(1.0))
@@ -84,6 +85,17 @@ def test_one_text_is_printed_as_it_grows(generated):
     assert "step 10: 40 tokens" in err and "beyond the 16 tokens" in err
 
 
+def test_from_python(run, generated):
+    """Texts come back and nothing is printed; one text where a list belongs is not read letter by letter."""
+    want = json.loads(generated("--prompt", "one is", "--tokens", "8", "--temperature", "0", "--json")[1])
+    devices = jax.devices()[:1]
+    got = generate(run[0], ["one is"], 8, SamplingConfig(0.0), devices=devices)
+    assert [{**dataclasses.asdict(one), "step": 10} for one in got] == want and want[0]["prompt_tokens"] == 6
+    for arguments in ({"prompts": "one"}, {"prompts": ["one"], "stop": "wo"}):
+        with pytest.raises(ConfigError, match=r"is one text \(legal: a list of texts\)"):
+            generate(run[0], devices=devices, **arguments)
+
+
 def test_prompts_from_a_file_and_several_of_each(generated, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     flags = ("--prompts", str(tmp_path / "prompts.txt"), "--samples", "2", "--tokens", "6", "--temperature", "1")
@@ -121,8 +133,8 @@ def test_on_eight_devices_it_is_the_same_text(run, generated):
         (("--step", "3"), "--step: 3 is not a complete checkpoint of the run (legal: 10)"),
         (("--tokens", "0"), "--tokens: 0 is out of range"),
         (("--samples", "0"), "--samples: 0 is out of range"),
-        (("--temperature", "-1"), "generate.temperature: -1.0"),
-        (("--top-p", "0"), "generate.top_p: 0.0"),
+        (("--temperature", "-1"), "sampling.temperature: -1.0"),
+        (("--top-p", "0"), "sampling.top_p: 0.0"),
         (("--stop", ""), "--stop: 0 is an empty text"),
         (("--prompts", "no such file"), "no such file"),
         (("--model.embed", "32"), "saved float32"),
