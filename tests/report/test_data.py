@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from jaxpar.cli import main
 from jaxpar.data import build_data
 from jaxpar.overrides import load_config
-from jaxpar.report.data import END, MASKED, describe_data, visible, render
+from jaxpar.report.data import END, MASKED, describe_data, render, visible
 
 CONFIG = """
 from jaxpar.data import DataConfig, JsonLines, TextFiles
