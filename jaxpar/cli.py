@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         return code
     except JaxparError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
+        return error.exit_code
     except KeyboardInterrupt:
         print("jaxpar: interrupted", file=sys.stderr)
         return 130
@@ -468,9 +468,9 @@ def _export(arguments: list[str]) -> int:
     from jaxpar.weights.convert import export_run
     from jaxpar.weights.files import parse_size
 
-    most = parse_size(options.max_shard_size)
+    size = parse_size(options.max_shard_size)
     start_devices()
-    same = export_run(Path(name), _folder(target), print, options.dtype, most, options.step, options.verify)
+    same = export_run(Path(name), _folder(target), print, options.dtype, size, options.step, options.verify)
     return 0 if same else 1
 
 
