@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Experiment": "jaxpar.experiment",
     "Program": "jaxpar.program",
+    "generate": "jaxpar.runtime.generate",
     "train": "jaxpar.runtime.loop",
 }
 

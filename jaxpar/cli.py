@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         return code
     except JaxparError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
+        return error.exit_code
     except KeyboardInterrupt:
         print("jaxpar: interrupted", file=sys.stderr)
         return 130
@@ -175,8 +175,8 @@ def _help(parser: _Parser, name: str, smoke: bool) -> None:
 
 def _train(arguments: list[str]) -> int:
     name, rest = _split("train", arguments)
-    description = "Train the experiment of a config file or run folder."
-    parser = _parser("train CONFIG", description, devices=True, smoke=True)
+    about = "Train the experiment of a config file or run folder."
+    parser = _parser("train CONFIG", about, devices=True, smoke=True)
     parser.add_argument("--run", type=_folder, help="run folder; default: a new one under runs/")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run, or start it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -238,8 +238,8 @@ def _new_run(name: str, resume: bool) -> Path:
 
 def _generate(arguments: list[str]) -> int:
     name, rest = _split("generate", arguments, what="RUN must come first: a run folder")
-    description = "Print what the model of a run folder writes after a prompt."
-    parser = _parser("generate RUN", description, devices=True)
+    about = "Print what the model of a run folder writes after a prompt."
+    parser = _parser("generate RUN", about, devices=True)
     parser.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
     parser.add_argument("--prompts", type=Path, help="a file with one prompt a line")
     parser.add_argument("--tokens", type=int, default=200, help="new tokens at most (200)")
@@ -267,16 +267,16 @@ def _generate(arguments: list[str]) -> int:
 
     from jaxpar.mesh.devices import start_devices
     from jaxpar.models.sampling import SamplingConfig
-    from jaxpar.runtime.generate import generate
+    from jaxpar.runtime.generate import print_texts
 
-    generate(
+    print_texts(
         experiment,
         Path(name),
-        start_devices(options.devices),
         prompts or [""],
         options.tokens,
         SamplingConfig(options.temperature, options.top_k, options.top_p),
         samples=options.samples,
+        devices=start_devices(options.devices),
         seed=options.seed,
         stop=options.stop,
         special_tokens=options.special_tokens,
@@ -301,8 +301,8 @@ def _lines(path: Path) -> list[str]:
 
 def _show(arguments: list[str]) -> int:
     name, rest = _split("show", arguments)
-    what = "Print what a config resolves to; compiles and reads nothing."
-    parser = _parser("show CONFIG", what, devices=True, smoke=True)
+    about = "Print what a config resolves to; compiles and reads nothing."
+    parser = _parser("show CONFIG", about, devices=True, smoke=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
     options, overrides = _parse(parser, name, rest)
     experiment = _experiment(name, options.smoke, overrides)
@@ -345,8 +345,8 @@ def _data(arguments: list[str]) -> int:
 
 def _parity(arguments: list[str]) -> int:
     name, rest = _split("parity", arguments, default="quickstart")
-    description = "Compare every layout of a config's smoke() on eight virtual devices with one device."
-    parser = _parser("parity [CONFIG]", description, devices=True)
+    about = "Compare every layout of a config's smoke() on eight virtual devices with one device."
+    parser = _parser("parity [CONFIG]", about, devices=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--only", help="layouts whose name contains this")
     options, overrides = _parse(parser, name, rest)
@@ -378,8 +378,8 @@ def _bench(arguments: list[str]) -> int:
 def _tokenizer(arguments: list[str]) -> int:
     action, rest = _split("tokenizer", arguments, what="NAME must come first: train")
     name, rest = _split("tokenizer train", rest, default="")
-    description = "Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text."
-    parser = _parser("tokenizer train [CONFIG]", description, smoke=True)
+    about = "Train a byte-level BPE tokenizer on the text of a CONFIG or files; measure it on held-out text."
+    parser = _parser("tokenizer train [CONFIG]", about, smoke=True)
     parser.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders, in place of CONFIG")
     parser.add_argument("--vocab-size", type=int, help="tokens, with the 256 bytes and the end of a document")
     parser.add_argument("--output", type=Path, help="the tokenizer.json to write, a new file")
@@ -468,9 +468,9 @@ def _export(arguments: list[str]) -> int:
     from jaxpar.weights.convert import export_run
     from jaxpar.weights.files import parse_size
 
-    most = parse_size(options.max_shard_size)
+    size = parse_size(options.max_shard_size)
     start_devices()
-    same = export_run(Path(name), _folder(target), print, options.dtype, most, options.step, options.verify)
+    same = export_run(Path(name), _folder(target), print, options.dtype, size, options.step, options.verify)
     return 0 if same else 1
 
 

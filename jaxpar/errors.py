@@ -12,6 +12,8 @@ from collections.abc import Iterable
 class JaxparError(Exception):
     """A message for the user, one line, no traceback."""
 
+    exit_code = 2  # of the command: its input is wrong
+
 
 class ConfigError(JaxparError, ValueError):
     """A field has a value that cannot work.

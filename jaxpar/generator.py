@@ -1,7 +1,8 @@
 """A Program that writes: prompts in, tokens out, with a cache of keys and values, on any mesh.
 
-A prompt is read in one pass (*prefill*) that fills the cache; then each new token is one pass over one position. Rows
-are padded on the right, so slot t of the cache is position t in every row, and a row's padding is what no query sees.
+A prompt is read in one pass (*prefill*) that fills the cache; then each new token is one pass over one position, the
+first of them over the prompt's last token once more, for its logits. Rows are padded on the right, so slot t of the
+cache is position t in every row, and a row's padding is what no query sees.
 """
 
 from __future__ import annotations
@@ -209,8 +210,8 @@ class Generator:
                 cache, state, count, _ = carry
                 at_B = state["at"]
 
-                def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, memory: Any) -> tuple[jax.Array, Any]:
-                    new, (cached_k, cached_v) = (k[:, 0], v[:, 0]), memory
+                def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cache: Any) -> tuple[jax.Array, Any]:
+                    new, (cached_k, cached_v) = (k[:, 0], v[:, 0]), cache
                     return attend_cached(q[:, 0], *new, cached_k, cached_v, at_B, mask)[:, None], new
 
                 x_B1D, head_DV, new = model.run(state["token"][:, None], at_B[:, None], attend, cache, layout)

@@ -43,9 +43,10 @@ def test_the_loop_waits_with_what_only_some_runs_need():
 def test_the_names_of_the_package():
     from jaxpar.experiment import Experiment
     from jaxpar.program import Program
+    from jaxpar.runtime.generate import generate
     from jaxpar.runtime.loop import train
 
-    assert (jaxpar.Experiment, jaxpar.Program, jaxpar.train) == (Experiment, Program, train)
-    assert {"Experiment", "Program", "train"} <= set(dir(jaxpar))
+    assert (jaxpar.Experiment, jaxpar.Program, jaxpar.train, jaxpar.generate) == (Experiment, Program, train, generate)
+    assert {"Experiment", "Program", "train", "generate"} <= set(dir(jaxpar))
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         jaxpar.trian  # noqa: B018

@@ -167,11 +167,11 @@ class Decoder(nnx.Module):
         return self.run(tokens_BS, positions_BS, attend, None, layout)[:2]
 
     def run(
-        self, tokens_BS: jax.Array, positions_BS: jax.Array, attend: Callable[..., Any], memory: Any, layout: Layout
+        self, tokens_BS: jax.Array, positions_BS: jax.Array, attend: Callable[..., Any], cache: Any, layout: Layout
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """As ``hidden``, with ``attend(q, k, v, mask, memory of the layer) -> (heads' output, memory)``.
+        """As ``hidden``, with ``attend(q, k, v, mask, the layer's part of cache) -> (heads' output, what it keeps)``.
 
-        ``memory``: arrays with a leading axis of layers, or None; the third result is what each layer made of it.
+        ``cache``: arrays with a leading axis of layers, or None; the third result is what the layers keep, likewise.
         """
         table_VD = layout.gather(self.embedding).table[...]
         x_BSD = layout.embed(table_VD, tokens_BS)
@@ -180,18 +180,18 @@ class Decoder(nnx.Module):
         graph, params = nnx.split(self.layers)
 
         def layer(mask: Mask, cos: jax.Array, sin: jax.Array, x_BSD: jax.Array, of_layer: Any) -> tuple[jax.Array, Any]:
-            params, memory = of_layer
+            params, cache = of_layer
             own = layout.gather(nnx.merge(graph, params))
-            return own(x_BSD, cos, sin, lambda q, k, v: attend(q, k, v, mask, memory), layout)
+            return own(x_BSD, cos, sin, lambda q, k, v: attend(q, k, v, mask, cache), layout)
 
         kinds = [
             functools.partial(layer, mask, *rope.tables(config, self.config.width_of_head, positions_BS))
             for mask, config in self.config.kinds()
         ]
-        x_BSD, memory = _run(kinds, x_BSD, (params, memory), self.config, layout)
+        x_BSD, kept = _run(kinds, x_BSD, (params, cache), self.config, layout)
         x_BSD = layout.gather(self.final_norm)(x_BSD)
         head_DV = table_VD.T if self.head is None else layout.gather(self.head).kernel[...]
-        return x_BSD, head_DV, memory
+        return x_BSD, head_DV, kept
 
     def __call__(
         self,

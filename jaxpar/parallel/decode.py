@@ -13,7 +13,7 @@ from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES
 from jaxpar.models.attention import Mask, softcapped
 from jaxpar.models.layout import lookup
 from jaxpar.parallel.attention import run_kernel
-from jaxpar.parallel.layout import MeshLayout
+from jaxpar.parallel.layout import MeshLayout, own_rows
 
 ROW_AXES = (*BATCH_AXES, *SEQ_AXES)
 
@@ -24,10 +24,7 @@ class DecodeLayout(MeshLayout):
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Look up this device's rows of the table; an all-reduce over tensor where the vocabulary is split."""
         axis = self.split("vocab")
-        if axis is None:
-            return lookup(table_VD, tokens_BS)
-        row = tokens_BS - jax.lax.axis_index(axis) * table_VD.shape[0]
-        return jax.lax.psum(lookup(table_VD, jnp.where(row < 0, table_VD.shape[0], row)), axis)
+        return lookup(table_VD, tokens_BS) if axis is None else jax.lax.psum(own_rows(table_VD, tokens_BS, axis), axis)
 
     def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
         """The identity: the sequence is whole."""

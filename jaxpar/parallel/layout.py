@@ -62,9 +62,7 @@ class MeshLayout:
         axis = self.split("vocab")
         if axis is None:
             return lookup(table_VD, self._own_sequence(tokens_BS))
-        row = tokens_BS - jax.lax.axis_index(axis) * table_VD.shape[0]
-        x_BSD = lookup(table_VD, jnp.where(row < 0, table_VD.shape[0], row))  # rows of other devices: past the end
-        return jax.lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True)
+        return jax.lax.psum_scatter(own_rows(table_VD, tokens_BS, axis), axis, scatter_dimension=1, tiled=True)
 
     def enter(self, x_BSD: jax.Array, split: str) -> jax.Array:
         """All-gather the sequence over tensor; an MLP whose width is whole stays on its part of the sequence."""
@@ -137,6 +135,12 @@ class MeshLayout:
         else:
             return layer
         return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+
+
+def own_rows(table_VD: jax.Array, tokens_BS: jax.Array, axis: str) -> jax.Array:
+    """Rows of a table split over ``axis``; zeros for tokens whose row another device has. No collective."""
+    row_BS = tokens_BS - jax.lax.axis_index(axis) * table_VD.shape[0]
+    return lookup(table_VD, jnp.where(row_BS < 0, table_VD.shape[0], row_BS))  # of another device: past the end
 
 
 def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -23,6 +24,7 @@ from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
+from jaxpar.serialize import from_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Continuation:
     """What a model wrote after a prompt."""
 
     prompt: str
+    prompt_tokens: int
     text: str  # without the stop text that ended it
     tokens: int  # new ones, an end token included
     ended_by: str  # "end" (of the document), "stop" (a stop text) or "length"
@@ -68,7 +71,7 @@ class Writer:
 
         def texts(written: Sequence[np.ndarray]) -> list[Continuation]:
             rows = zip(prompts, encoded, written, strict=True)
-            return [self._read(prompt, before, ids, stop) for prompt, before, ids in rows]
+            return [self._continuation(prompt, before, ids, stop) for prompt, before, ids in rows]
 
         def watch(written: list[np.ndarray]) -> list[bool]:
             so_far = texts(written)
@@ -84,69 +87,104 @@ class Writer:
             )
         )
 
-    def _read(self, prompt: str, before: np.ndarray, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
+    def _continuation(self, prompt: str, before: np.ndarray, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
         # What tokens spell depends on those before: at the start of a text, decoders of Llama-2's kind drop a space.
         whole, start = self.tokenizer.decode(np.concatenate([before, ids])), self.tokenizer.decode(before)
         text = whole.removeprefix(start) if whole.startswith(start) else self.tokenizer.decode(ids)
         found = [at for at in (text.find(end) for end in stop) if at >= 0]
         if found:
-            return Continuation(prompt, text[: min(found)], len(ids), "stop")
+            return Continuation(prompt, len(before), text[: min(found)], len(ids), "stop")
         ended = len(ids) and ids[-1] == self.tokenizer.eos
-        return Continuation(prompt, text, len(ids), "end" if ended else "length")
+        return Continuation(prompt, len(before), text, len(ids), "end" if ended else "length")
 
 
 def generate(
-    experiment: Experiment,
-    run: Path,
-    devices: list[Any],
+    run: Path | str,
     prompts: Sequence[str],
-    tokens: int,
-    sampling: SamplingConfig,
+    tokens: int = 200,
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
     *,
     samples: int = 1,
     seed: int = 0,
     stop: Sequence[str] = (),
     special_tokens: bool = False,
     step: int | None = None,
-    as_json: bool = False,
-) -> None:
-    """Print what the model of ``run`` (its newest checkpoint, or that of ``step``) writes after each prompt.
+    experiment: Experiment | None = None,
+    devices: list[Any] | None = None,
+    show: Show | None = None,
+) -> list[Continuation]:
+    """What the model in the run folder ``run`` writes after each prompt: ``samples`` texts of each.
 
-    One text alone is printed as it grows. Raises ConfigError before anything is read for what cannot work.
+    ``step``: of the checkpoint; None: the newest. ``experiment``: in place of the run's own config, such as with
+    another mesh. ``devices``: all there are. The others as of ``Writer.write``. Raises ConfigError, before an array is
+    read, for what cannot work.
     """
-    sampling.validate("generate")
-    checkpoints = Checkpoints(RunFolder(run).checkpoints)
+    for name, texts in (("prompts", prompts), ("stop", stop)):
+        if isinstance(texts, str):
+            raise ConfigError(name, texts, "is one text", "a list of texts")
+    sampling.validate("sampling")
+    folder = RunFolder(run)
+    checkpoints = Checkpoints(folder.checkpoints)
     step = checkpoints.choose(step)
     for number, text in enumerate(stop):
         if not text:
             raise ConfigError("--stop", number, "is an empty text, which ends everything", "one character or more")
+    experiment = experiment or from_json(Experiment, folder.read_config())
+    devices = devices or jax.devices()
     program = Program(for_generation(experiment, len(devices)), devices)
     writer = Writer(program, load_tokenizer(experiment.data.tokenizer, experiment.data.eos_token))
     prompts = [prompt for prompt in prompts for _ in range(samples)]
     weights = writer.generator.ready(checkpoints.restore(step, program.abstract_params, only="params"))
-    alone = len(prompts) == 1 and not as_json
+    return writer.write(weights, prompts, tokens, sampling, seed, stop, special_tokens, show)
+
+
+def print_texts(
+    experiment: Experiment,
+    run: Path,
+    prompts: Sequence[str],
+    tokens: int,
+    sampling: SamplingConfig,
+    *,
+    samples: int,
+    step: int | None,
+    as_json: bool,
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> None:
+    """Print what ``generate`` gives with these arguments and ``options``; one text alone as it grows."""
+    step = Checkpoints(RunFolder(run).checkpoints).choose(step)
+    growing = _Growing(stop) if len(prompts) * samples == 1 and not as_json else None
     start = time.perf_counter()
-    printed = _Growing(prompts[0], stop) if alone else None
-    with tqdm(total=tokens, unit="token", leave=False, disable=alone or not sys.stderr.isatty()) as bar:
+    with tqdm(total=tokens, unit="token", leave=False, disable=bool(growing) or not sys.stderr.isatty()) as bar:
 
         def show(so_far: list[Continuation]) -> None:
-            if printed is not None:
-                printed.grow(so_far[0].text)
+            if growing is not None:
+                growing.show(so_far[0])
             bar.update(max(one.tokens for one in so_far) - bar.n)
 
-        written = writer.write(weights, prompts, tokens, sampling, seed, stop, special_tokens, show)
+        written = generate(
+            run,
+            prompts,
+            tokens,
+            sampling,
+            samples=samples,
+            step=step,
+            stop=stop,
+            experiment=experiment,
+            show=show,
+            **options,
+        )
     seconds, count = time.perf_counter() - start, sum(one.tokens for one in written)
-    if printed is not None:
-        printed.grow(written[0].text, last=True)
+    if growing is not None:
+        growing.show(written[0], last=True)
     elif as_json:
         print(json.dumps([{**dataclasses.asdict(one), "step": step} for one in written], indent=1, ensure_ascii=False))
     else:
         for number, one in enumerate(written):
             print(f"--- {number + 1} of {len(written)}, ended by {one.ended_by}\n{one.prompt}{one.text}")
     note = f"step {step}: {count} tokens in {seconds:.1f} s, compilation included"
-    seen = experiment.train.seq_len
-    if any(len(ids) + tokens > seen for ids in writer.tokenizer.encode(list(prompts))):
-        note += f"; beyond the {seen} tokens that the model was trained on at once"
+    if any(one.prompt_tokens + tokens > experiment.train.seq_len for one in written):
+        note += f"; beyond the {experiment.train.seq_len} tokens that the model was trained on at once"
     print(note, file=sys.stderr)
 
 
@@ -163,20 +201,20 @@ def for_generation(experiment: Experiment, num_devices: int) -> Experiment:
 
 
 class _Growing:
-    """A text on standard output that is printed as it comes.
+    """A prompt and its text on standard output, printed as they come.
 
-    Its end waits while that may be a part of a character, or of a text of ``stop``.
+    The end waits while it may be a part of a character, or of a text of ``stop``.
     """
 
-    def __init__(self, prompt: str, stop: Sequence[str]):
+    def __init__(self, stop: Sequence[str]):
         self._printed = 0
         self._begun = {end[:length] for end in stop for length in range(1, len(end))}
-        print(prompt, end="", flush=True)
 
-    def grow(self, text: str, last: bool = False) -> None:
-        shown = text if last else self._settled(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        print(shown[self._printed :], end="\n" if last else "", flush=True)
-        self._printed = max(self._printed, len(shown))
+    def show(self, so_far: Continuation, last: bool = False) -> None:
+        settled = so_far.text if last else self._settled(so_far.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        text = so_far.prompt + settled
+        print(text[self._printed :], end="\n" if last else "", flush=True)
+        self._printed = max(self._printed, len(text))
 
     def _settled(self, text: str) -> str:
         longest = max(map(len, self._begun), default=0)

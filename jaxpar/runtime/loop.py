@@ -56,7 +56,7 @@ class Summary:
 
 def train(
     experiment: Experiment,
-    run: Path,
+    run: Path | str,
     devices: list[Any] | None = None,
     resume: bool = False,
     quiet: bool = False,
@@ -79,7 +79,9 @@ def train(
 class _Training:
     """One call of ``train``."""
 
-    def __init__(self, experiment: Experiment, run: Path, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts):
+    def __init__(
+        self, experiment: Experiment, run: Path | str, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts
+    ):
         started = time.perf_counter()
         self.experiment, self.resume, self.hosts = experiment, resume, hosts
         self.quiet = quiet or hosts.index > 0

@@ -85,12 +85,18 @@ def import_folder(
 
 
 def export_run(
-    run: Path, target: Path, say: Say, dtype: str | None, most: int, step: int | None = None, check: bool = False
+    run: Path,
+    target: Path,
+    say: Say,
+    dtype: str | None,
+    max_shard_bytes: int,
+    step: int | None = None,
+    check: bool = False,
 ) -> bool:
     """Write a run's parameters to the folder ``target``; False where ``check`` found other logits than the run's.
 
-    ``dtype``: of every tensor; None: what they were when the model was imported, else float32. ``most``: bytes of a
-    file. ``step``: of the checkpoint; None: the newest. Raises ConfigError where there is no such checkpoint, the
+    ``dtype``: of every tensor; None: what they were when the model was imported, else float32. ``max_shard_bytes``:
+    of a file. ``step``: of the checkpoint; None: the newest. Raises ConfigError where there is no such checkpoint, the
     folder is in use, or no architecture of ``transformers`` is this model.
     """
     if check:
@@ -114,7 +120,7 @@ def export_run(
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("HF_FOLDER", str(target), f"cannot be written: {error.strerror}") from error
-    files = write(target, _planned(parts, values, dtypes), most)
+    files = write(target, _planned(parts, values, dtypes), max_shard_bytes)
     note = _write_tokenizer(experiment, folder, target)
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     key = "dtype" if "dtype" in raw else "torch_dtype"

@@ -148,8 +148,8 @@ class Planned(NamedTuple):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
-def write(folder: Path, tensors: Iterable[Planned], most: int) -> list[str]:
-    """Write ``tensors`` in order to files of at most ``most`` bytes (or one tensor), one file in memory at a time.
+def write(folder: Path, tensors: Iterable[Planned], max_shard_bytes: int) -> list[str]:
+    """Write ``tensors`` in order to files of at most ``max_shard_bytes`` (or one tensor), one in memory at a time.
 
     One file is ``model.safetensors``; several have an index. Returns their names.
     """
@@ -158,7 +158,7 @@ def write(folder: Path, tensors: Iterable[Planned], most: int) -> list[str]:
 
     shards: list[list[Planned]] = [[]]
     for tensor in tensors:
-        if shards[-1] and sum(t.bytes for t in shards[-1]) + tensor.bytes > most:
+        if shards[-1] and sum(t.bytes for t in shards[-1]) + tensor.bytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(tensor)
     count = len(shards)

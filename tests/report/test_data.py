@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from jaxpar.cli import main
 from jaxpar.data import build_data
 from jaxpar.overrides import load_config
-from jaxpar.report.data import END, MASKED, describe_data, printable, render
+from jaxpar.report.data import END, MASKED, describe_data, render, visible
 
 CONFIG = """
 from jaxpar.data import DataConfig, JsonLines, TextFiles
@@ -106,7 +106,7 @@ def test_a_long_piece_is_shortened(experiment):
 
 
 def test_printable_keeps_what_can_be_read():
-    assert printable("naïve 日本\n\t\r\x00\x85") == "naïve 日本↵⇥␍\\x00\\x85"
+    assert visible("naïve 日本\n\t\r\x00\x85") == "naïve 日本↵⇥␍\\x00\\x85"
 
 
 def test_the_command(experiment, capsys):

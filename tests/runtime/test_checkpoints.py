@@ -169,7 +169,7 @@ def test_a_subtree_is_restored_alone(tmp_path, grid, mesh8):
     assert_bitwise(got, state["params"])
     assert got["embed"].sharding == params["embed"].sharding
     del params["scale"]
-    for call in (again.restore, again.check):
+    for call in (again.restore, again.check_fit):
         with pytest.raises(JaxparError) as error:
             call(1, params, only="params")
         assert line(error).startswith("params.scale: saved bfloat16[8], the config has no such leaf")

@@ -12,11 +12,12 @@ from run_helpers import change, stop_after, tiny_experiment, write_text
 
 from jaxpar.cli import main
 from jaxpar.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from jaxpar.errors import ConfigError
 from jaxpar.experiment import SamplesConfig
 from jaxpar.models.sampling import SamplingConfig
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
-from jaxpar.runtime.generate import Writer, _Growing, for_generation
+from jaxpar.runtime.generate import Continuation, Writer, _Growing, for_generation, generate
 from jaxpar.runtime.loop import train
 
 SAMPLES = SamplesConfig(every=4, prompts=("one", ""), tokens=8, sampling=SamplingConfig(1.0))
@@ -85,6 +86,17 @@ def test_one_text_is_printed_as_it_grows(generated):
     assert "step 10: 40 tokens" in err and "beyond the 16 tokens" in err
 
 
+def test_from_python(run, generated):
+    """Texts come back and nothing is printed; one text where a list belongs is not read letter by letter."""
+    want = json.loads(generated("--prompt", "one is", "--tokens", "8", "--temperature", "0", "--json")[1])
+    devices = jax.devices()[:1]
+    got = generate(run[0], ["one is"], 8, SamplingConfig(0.0), devices=devices)
+    assert [{**dataclasses.asdict(one), "step": 10} for one in got] == want and want[0]["prompt_tokens"] == 6
+    for arguments in ({"prompts": "one"}, {"prompts": ["one"], "stop": "wo"}):
+        with pytest.raises(ConfigError, match=r"is one text \(legal: a list of texts\)"):
+            generate(run[0], devices=devices, **arguments)
+
+
 def test_prompts_from_a_file_and_several_of_each(generated, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     flags = ("--prompts", str(tmp_path / "prompts.txt"), "--samples", "2", "--tokens", "6", "--temperature", "1")
@@ -122,18 +134,18 @@ def test_a_text_goes_on_from_its_prompt(run, tmp_path):
     writer = Writer(
         Program(for_generation(run[1], 1), jax.devices()[:1]), HuggingFaceTokenizer(tmp_path / "tokenizer.json")
     )
-    said = writer._read("one", *writer.tokenizer.encode(["one"]), np.array([5, 5]), ["one one"])
+    said = writer._continuation("one", *writer.tokenizer.encode(["one"]), np.array([5, 5]), ["one one"])
     assert said.text == " " and said.ended_by == "stop"
-    assert writer._read("", np.array([0]), np.array([5, 5, 0]), []).text == "one one"
+    assert writer._continuation("", np.array([0]), np.array([5, 5, 0]), []).text == "one one"
 
 
 def test_what_may_become_a_stop_text_is_not_printed(capsys):
     """A stop text can cross the border of two looks at what has been written."""
-    growing = _Growing("> ", ["END.", "\n\n", "E"])
-    growing.grow("a\n")
-    growing.grow("a\nb EN")
+    growing = _Growing(["END.", "\n\n", "E"])
+    growing.show(Continuation("> ", 1, "a\n", 1, "length"))
+    growing.show(Continuation("> ", 1, "a\nb EN", 2, "length"))
     assert capsys.readouterr().out == "> a\nb "
-    growing.grow("a\nb EN", last=True)
+    growing.show(Continuation("> ", 1, "a\nb EN", 2, "length"), last=True)
     assert capsys.readouterr().out == "EN\n"
 
 
@@ -149,8 +161,8 @@ def test_on_eight_devices_it_is_the_same_text(run, generated):
         (("--step", "3"), "--step: 3 is not a complete checkpoint of the run (legal: 10)"),
         (("--tokens", "0"), "--tokens: 0 is out of range"),
         (("--samples", "0"), "--samples: 0 is out of range"),
-        (("--temperature", "-1"), "generate.temperature: -1.0"),
-        (("--top-p", "0"), "generate.top_p: 0.0"),
+        (("--temperature", "-1"), "sampling.temperature: -1.0"),
+        (("--top-p", "0"), "sampling.top_p: 0.0"),
         (("--stop", ""), "--stop: 0 is an empty text"),
         (("--prompts", "no such file"), "no such file"),
         (("--model.embed", "32"), "saved float32"),
