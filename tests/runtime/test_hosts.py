@@ -37,7 +37,8 @@ def folder(tmp_path_factory):
     write_text(folder / "numbers.txt")
     (folder / "tiny.py").write_text(
         '"""Tiny."""\nfrom run_helpers import tiny_experiment\n\n\n'
-        f"def config():\n    return tiny_experiment({str(folder / 'numbers.txt')!r}, checkpoint_every=2, eval_every=99, steps=12)\n"
+        f"def config():\n    train = {{'steps': 12, 'checkpoint_every': 2, 'eval_every': 99}}\n"
+        f"    return tiny_experiment({str(folder / 'numbers.txt')!r}, **train)\n"
     )
     return folder
 
