@@ -25,7 +25,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -242,8 +241,8 @@ def _orbax(partial: bool = False) -> Iterator[Any]:
     from orbax.checkpoint import v1 as ocp
 
     logging.getLogger("absl").addFilter(_not_from_orbax)
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _not_from_tensorstore
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _not_from_tensorstore
     context = ocp.Context()
     context.asynchronous.create_directories_asynchronously = False  # a folder that cannot be made fails at once
     context.pytree.loading.partial_load = partial
@@ -256,10 +255,10 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def _not_from_tensorstore(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An excepthook: after a write has failed, the others report to an event loop that orbax has closed by then."""
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        sys.__excepthook__(kind, error, trace)
+def _not_from_tensorstore(unraisable: Any) -> None:
+    """A hook: after a write has failed, the others report to an event loop that orbax has closed by then."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
