@@ -141,7 +141,9 @@ def write_corpus(
                 share = min(seen["text_bytes"] / input_bytes, 1.0) if input_bytes else None
                 progress(source.name, seen["documents"], seen["tokens"], share)
     if not seen["documents"]:
-        raise ConfigError(f"{field}.path" if hasattr(source, "path") else field, source.name, "holds no text")
+        why = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.items())
+        rule = f"holds no text that is not left out ({why})" if dropped.keys() - {BLANK} else "holds no text"
+        raise ConfigError(f"{field}.path" if hasattr(source, "path") else field, source.name, rule)
     _write(folder / "counts", counts_V.astype("<i8").data)
     arrays = [map_file(folder / "offsets", "<i8"), map_file(folder / "hashes", "<u8"), counts_V]
     digest = _digest(arrays[0], folder / "tokens", dtype)

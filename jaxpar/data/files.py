@@ -9,6 +9,7 @@ import gzip
 import importlib
 import io
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,30 +25,62 @@ def find_files(pattern: str, field: str, names: tuple[str, ...] = ("*",)) -> lis
     """The files that ``pattern`` names, sorted by path; never empty, and none is opened.
 
     ``pattern`` is a file, a glob pattern (``**`` for folders of any depth), or a folder, which is searched to any depth
-    for files that match one of ``names``; hidden ones are left out.
+    for files that match one of ``names``; hidden ones are left out. Links are followed. What is there and cannot be
+    looked at, such as a link to nothing or a closed folder, is an error: it would be missing without a word.
     """
-    path = Path(os.path.expanduser(pattern))
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        inside = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
-        found = [
-            (place.as_posix(), file)
-            for place, file in inside
-            if not any(part.startswith(".") for part in place.parts)
-            and any(fnmatch.fnmatch(place.name.lower(), name) for name in names)
-        ]
-    else:
-        found = [(file, Path(file)) for file in glob.glob(str(path), recursive=True) if os.path.isfile(file)]
+    path = expand(pattern, field)
+    try:
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            found = [
+                (file.relative_to(path).as_posix(), file)
+                for file in _walk(path)
+                if any(fnmatch.fnmatch(file.name.lower(), name) for name in names) and _is_regular(file)
+            ]
+        else:
+            found = [(file, Path(file)) for file in glob.glob(str(path), recursive=True) if _is_regular(file)]
+    except OSError as error:
+        rule = f"cannot be looked into: {error.filename or path}: {error.strerror}"
+        raise ConfigError(field, pattern, rule) from None
     if not found:
         legal = None if names == ("*",) else f"a file, a pattern, or a folder that holds {' or '.join(names)}"
-        rule = "names no file" if path.is_dir() else "does not exist and matches no file"
+        rule = "names no file" if path.exists() else "does not exist and matches no file"
         raise ConfigError(field, pattern, rule, legal)
     return [file for _, file in sorted(found)]
 
 
+def expand(pattern: str, field: str) -> Path:
+    """``pattern`` with ``~`` as the home folder; ``ConfigError`` if it is empty, which would be the folder at hand."""
+    if not pattern:
+        raise ConfigError(field, pattern, "is empty", "a file, a pattern, or a folder; . is this one")
+    return Path(os.path.expanduser(pattern))
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Yield what is in a folder, at any depth, but folders and what is hidden; ``OSError`` for a closed folder."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    above = {str(top): {os.path.realpath(top)}}  # the folders that each one is in: where a link goes round in circles
+    for folder, inner, files in os.walk(top, onerror=refuse, followlinks=True):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        real = {name: os.path.realpath(os.path.join(folder, name)) for name in inner}
+        inner[:] = [name for name in inner if real[name] not in above[folder]]
+        above |= {os.path.join(folder, name): above[folder] | {real[name]} for name in inner}
+        yield from (Path(folder, name) for name in files if not name.startswith("."))
+
+
+def _is_regular(path: str | Path) -> bool:
+    """Whether it is a file with content, not a folder or a pipe; ``OSError`` for a link to nothing."""
+    return stat.S_ISREG(os.stat(path).st_mode)
+
+
 def open_file(path: Path, field: str) -> BinaryIO:
     """``path`` opened to read bytes; what ends in ``.gz`` or ``.zst`` is decompressed, all its members or frames."""
+    if path.suffix.lower() in (".gz", ".zst") and not path.stat().st_size:
+        raise EOFError("it is empty, where even no text would be some bytes compressed")
     match path.suffix.lower():
         case ".gz":
             return io.BufferedReader(gzip.open(path), _BUFFER)

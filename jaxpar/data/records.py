@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +52,8 @@ class Filter:
         values = self.value if isinstance(self.value, tuple) else (self.value,)
         if len({kind(value) for value in values}) != 1:
             raise ConfigError(f"{field}.value", self.value, "is not of one type", "numbers alone, or texts alone")
+        if any(value != value for value in values):
+            raise ConfigError(f"{field}.value", self.value, "stands in no relation to anything", "a number")
         if isinstance(self.value, bool) and self.op not in ("==", "!="):
             raise ConfigError(f"{field}.value", self.value, f"does not go with op {self.op}", "op == or !=")
 
@@ -170,7 +172,9 @@ def look_up(record: dict[str, Any], column: str, place: str, field: str) -> Any:
 
 
 def missing(column: str, names: Sequence[str], place: str, field: str) -> ConfigError:
-    """The error for a column that is not there; it lists those there are."""
+    """The error for a column that is not there, or not once; it lists those there are."""
+    if column in names:
+        return ConfigError(field, column, f"is the name of several columns in {place}", "the name of one")
     legal = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
     return ConfigError(field, column, suggest(f"is missing in {place}", str(column), names), legal or "none")
 
@@ -203,5 +207,5 @@ def kind(value: object) -> str:
 
 def check_weight(weight: float, field: str) -> None:
     """Raise ``ConfigError`` for a weight that is no share of a mixture."""
-    if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+    if not (isinstance(weight, (int, float)) and 0 < weight <= sys.float_info.max):
         raise ConfigError(f"{field}.weight", weight, "cannot be a share of the mixture", "a finite number above 0")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.data.files import find_files, open_file, reading, require
+from jaxpar.data.files import expand, find_files, open_file, reading, require
 from jaxpar.data.records import Records, check_weight, parse_json
 from jaxpar.data.tables import Parquet, SavedDataset
 from jaxpar.errors import ConfigError
@@ -189,7 +189,7 @@ def source_of(path: str, field: str) -> Source:
 
     Raise ``ConfigError`` naming ``field`` when there is no file, or files of more than one kind.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = expand(path, field)
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return SavedDataset(path)
     kinds = sorted({_class_of(file) for file in find_files(path, field)}, key=lambda kind: kind.__name__)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.data.files import find_files, reading, require
+from jaxpar.data.files import expand, find_files, reading, require
 from jaxpar.data.records import Records, missing
 from jaxpar.errors import ConfigError
 from jaxpar.serialize import suggest
@@ -88,7 +87,7 @@ class SavedDataset(_Table):
 
     def inputs(self, field: str = "data.sources.0") -> list[Path]:
         """The files that are read, in order."""
-        folder = Path(os.path.expanduser(self.path))
+        folder = expand(self.path, f"{field}.path")
         if (index := folder / "dataset_dict.json").is_file():
             splits = self._listed(index, "splits", field)
             if self.split not in splits:
@@ -100,16 +99,25 @@ class SavedDataset(_Table):
         if not (index := folder / "state.json").is_file():
             rule = f"holds no saved dataset: {index} is not there"
             raise ConfigError(f"{field}.path", self.path, rule, "a folder that datasets.save_to_disk wrote")
-        files = [folder / entry["filename"] for entry in self._listed(index, "_data_files", field)]
+        files = [folder / name for name in self._listed(index, "_data_files", field)]
         for file in files:
             if not file.is_file():
                 raise ConfigError(f"{field}.path", self.path, f"is not whole: {file} is not there")
         return files
 
-    def _listed(self, index: Path, key: str, field: str) -> list[Any]:
-        """The list ``key`` in a file that says what a folder holds."""
-        with reading(index, self.path, field, ValueError, KeyError):
-            return list(json.loads(index.read_bytes())[key])
+    def _listed(self, index: Path, key: str, field: str) -> list[str]:
+        """The names of the files or splits that ``key`` lists in a file that says what a folder holds."""
+        with reading(index, self.path, field, ValueError, RecursionError):
+            content = json.loads(index.read_bytes())
+            listed = content.get(key) if isinstance(content, dict) else None
+            names = (
+                [one.get("filename") if isinstance(one, dict) else one for one in listed]
+                if isinstance(listed, list)
+                else []
+            )
+            if not names or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{key} is no list of names")
+            return names
 
     def _records(self, field: str) -> Iterator[tuple[str, Any]]:
         pa = require("pyarrow", f"{field}.path", self.path)

@@ -144,6 +144,8 @@ def test_columns_of_another_type(records):
         ({"min_chars": 5, "max_chars": 4}, "max_chars: 4 is below min_chars 5 (legal: 5 or more, or none)"),
         ({"max_chars": 0}, "max_chars: 0 leaves no document (legal: 1 or more, or none)"),
         ({"weight": 0.0}, "weight: 0.0 cannot be a share of the mixture"),
+        ({"weight": 10**400}, "weight: 1000"),
+        ({"where": (Filter("n", "<", float("nan")),)}, "where.0.value: nan stands in no relation to anything"),
     ],
 )
 def test_fields_that_cannot_work(records, fields, message):
@@ -335,14 +337,24 @@ def test_splits(written):
     assert "saved has no splits (legal: none)" in refusal(SavedDataset(f"{written}/saved", split="train"))
 
 
+FOREIGN = [f'{{"KEY": {value}}}' for value in ("[]", "5", "null", '"train"', "[5]", '[{"filename": 5}]', "[{}]")]
+
+
 def test_folders_that_hold_no_dataset(written, tmp_path):
     assert "holds no saved dataset" in refusal(SavedDataset(f"{written}/texts"))
     assert "holds no saved dataset" in refusal(SavedDataset(f"{written}/none"))
     shutil.copytree(written / "saved", tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).unlink()
     assert f"{tmp_path}/saved is not whole: " in refusal(SavedDataset(f"{tmp_path}/saved"))
-    (tmp_path / "saved" / "state.json").write_text("{}")
-    assert f"cannot be read: {tmp_path}/saved/state.json: '_data_files'" in refusal(SavedDataset(f"{tmp_path}/saved"))
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "5", "{", "[" * 10**5, *FOREIGN])
+def test_indexes_that_are_none(tmp_path, content):
+    """A folder of another library may have files of these names; no traceback, and no split named t."""
+    for name, key in (("state.json", "_data_files"), ("dataset_dict.json", "splits")):
+        (tmp_path / name).write_text(content.replace("KEY", key))
+        line = refusal(SavedDataset(str(tmp_path)))
+        assert f"{tmp_path}/{name}: " in line and "\n" not in line
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Parquet, ArrayRecord])
@@ -351,6 +363,60 @@ def test_patterns_that_match_nothing(tmp_path, kind):
     line = refusal(kind(f"{tmp_path}/*.none"))
     assert line.startswith(f"{FIELD}.path: {tmp_path}/*.none does not exist and matches no file (legal: a file, a")
     assert refusal(kind(str(tmp_path))).startswith(f"{FIELD}.path: {tmp_path} names no file (legal: ")
+
+
+def test_filters_that_leave_nothing(tmp_path):
+    """The file is not empty: the line must name the filter, or the user looks in the wrong place."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    source = JsonLines(f"{tmp_path}/a.jsonl", where=(Filter("text", "==", "three"),))
+    with pytest.raises(ConfigError, match=r"holds no text that is not left out \(text == three: 2\)"):
+        build_data(DataConfig((source,), cache=None), 8, 0)
+
+
+@pytest.mark.parametrize("kind", [TextFiles, JsonLines, SavedDataset])
+def test_an_empty_path(kind):
+    """Not the folder at hand and all that is in it."""
+    assert refusal(kind("")) == f"{FIELD}.path:  is empty (legal: a file, a pattern, or a folder; . is this one)"
+
+
+def test_links(tmp_path):
+    """Linked folders are read, once around a circle; a link to nothing would be a document less without a word."""
+    for name in ("here/a.txt", "there/b.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    (tmp_path / "here" / "link").symlink_to("../there")
+    (tmp_path / "there" / "back").symlink_to("../here")
+    texts = TextFiles(f"{tmp_path}/here")
+    assert list(texts.documents()) == ["here/a.txt", "there/b.txt"]
+    (tmp_path / "there" / "gone.txt").symlink_to("nowhere")
+    assert refusal(texts).endswith(f"cannot be looked into: {tmp_path}/here/link/gone.txt: No such file or directory")
+    assert "gone.txt: No such file" in refusal(TextFiles(f"{tmp_path}/there/*.txt"))
+    assert refusal(JsonLines(f"{tmp_path}/here")).startswith(f"{FIELD}.path: {tmp_path}/here names no file")
+
+
+def test_folders_that_cannot_be_looked_into(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    assert refusal(TextFiles("x" * 5000)).endswith("File name too long")
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", closed)
+    assert refusal(TextFiles(str(tmp_path))).endswith(f"cannot be looked into: {tmp_path}: Permission denied")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.jsonl.zst"])
+def test_an_empty_file_is_no_compressed_text(tmp_path, name):
+    """What a broken download leaves; beside whole files it would be missing without a word."""
+    (tmp_path / name).write_bytes(b"")
+    kind = JsonLines if "jsonl" in name else TextFiles
+    assert f"cannot be read: {tmp_path}/{name}: it is empty" in refusal(kind(f"{tmp_path}/{name}"))
+
+
+def test_two_columns_of_one_name(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert "column: text is the name of several columns in " in refusal(Parquet(f"{tmp_path}/a.parquet"))
 
 
 def test_the_same_file_twice(tmp_path):
