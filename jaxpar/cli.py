@@ -31,6 +31,7 @@ from jaxpar.overrides import apply_overrides, describe, load_config
 from jaxpar.serialize import flatten, from_json, type_check
 
 CONFIG = "a config file, its name, or a run folder"
+MOST_ROWS = 10_000
 IMPORT = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
 EXPORT = "Write a run's parameters as a Hugging Face model."
 
@@ -114,6 +115,8 @@ def _folder(text: str) -> Path:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of rows, 0 or more")
+    if int(text) > MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"{text} is more than the {MOST_ROWS:,} rows that are shown at most")
     return int(text)
 
 
@@ -386,7 +389,8 @@ def _tokenizer(arguments: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     options, overrides = _parse(parser, name, rest)
     if action != "train":
-        raise ConfigError("tokenizer", action, "is nothing it can do", "train")
+        rule = f"is nothing it can do.{did_you_mean(action, ('train',))}"
+        raise ConfigError("tokenizer", action, rule, "train")
     if bool(name) == bool(options.input):
         raise JaxparError(f"tokenizer train: the text is that of either CONFIG ({CONFIG}) or --input PATH ...")
     if options.smoke and not name:

@@ -25,9 +25,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxpar.data.corpus import ENTRY, CannotWrite, Corpus, Damaged, Progress, open_corpus, write_corpus, writing
+from jaxpar.data.files import look, refuse_change, what_changed
 from jaxpar.data.mapped import TemporaryFolder
 from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import Tokenizer
@@ -63,7 +63,8 @@ def read_corpus(
     """The corpus of ``source``: from the folder ``cache`` if it is there, else read, tokenised and put there.
 
     Without a cache, or where it cannot be written, the corpus is in temporary files for as long as it is needed.
-    Raise ``ConfigError`` as ``write_corpus`` does, and ``JaxparError`` when no disk takes it.
+    Raise ``ConfigError`` as ``write_corpus`` does and for files that change meanwhile, and ``JaxparError`` when no disk
+    takes it.
     """
     wanted = _Wanted(source, field, tokenizer)
     if cache is not None:
@@ -85,12 +86,10 @@ class _Wanted:
 
     def __init__(self, source: Source, field: str, tokenizer: Tokenizer):
         self.source, self.field, self.tokenizer = source, field, tokenizer
-        files = [Path(os.path.abspath(path)) for path in source.inputs(field)]
-        found = [(path, path.stat()) for path in files]
-        base = os.path.commonpath([path.parent for path in files])
-        self.inputs = [[os.path.relpath(path, base), stat.st_size, stat.st_mtime_ns] for path, stat in found]
+        files = source.inputs(field)
+        base, self.inputs = look(files)
         plain = all(path.suffix.lower() in _PLAIN_TEXT for path in files)
-        self.input_bytes = sum(stat.st_size for _, stat in found) if plain else None
+        self.input_bytes = sum(size for _, size, _ in self.inputs) if plain else None
         config = dataclasses.asdict(source)
         del config["weight"]
         self.about = {
@@ -109,17 +108,8 @@ class _Wanted:
         start = time.monotonic()
         about = {**self.about, "inputs": self.inputs}
         write_corpus(folder, self.source, self.field, self.tokenizer, about, self.input_bytes, progress)
+        refuse_change(self.inputs, self.source.inputs(self.field), self.source.name, self.field)
         return f"read in {time.monotonic() - start:.1f} s"
-
-    def what_changed(self, before: list[list[Any]]) -> str | None:
-        """Which input files are not as they were, in words."""
-        old = {str(name): rest for name, *rest in before}
-        new = {str(name): rest for name, *rest in self.inputs}
-        changed = [name for name in new if name in old and new[name] != old[name]]
-        added, gone = [name for name in new if name not in old], [name for name in old if name not in new]
-        parts = [(changed, "changed"), (added, "is new"), (gone, "is gone")]
-        said = [f"{names[0]}{_and_more(names)} {what}" for names, what in parts if names]
-        return ", ".join(said) or None
 
 
 def _from_cache(wanted: _Wanted, cache: Path, progress: Progress | None, say: Say) -> Corpus:
@@ -223,7 +213,7 @@ def _say_what_changed(wanted: _Wanted, siblings: list[Path], say: Say) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         entries = [folder / ENTRY for folder in siblings if (folder / ENTRY).exists()]
         newest = max(entries, key=lambda entry: entry.stat().st_mtime)
-        changed = wanted.what_changed(json.loads(newest.read_bytes())["inputs"])
+        changed = what_changed(json.loads(newest.read_bytes())["inputs"], wanted.inputs)
         say(f"{wanted.field}: {changed or 'the order of the files changed'}; reading {wanted.source.name} again")
 
 
@@ -272,7 +262,3 @@ def _lock_now(handle: int) -> bool:
 
 def _name(what: object) -> str:
     return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""

@@ -11,7 +11,7 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,6 +75,34 @@ def _walk(top: Path) -> Iterator[Path]:
 def _is_regular(path: str | Path) -> bool:
     """Whether it is a file with content, not a folder or a pipe; ``OSError`` for a link to nothing."""
     return stat.S_ISREG(os.stat(path).st_mode)
+
+
+def look(files: Sequence[Path]) -> tuple[str, list[list[Any]]]:
+    """The folder that holds all of the files, and of each file its path inside it, its size and when it changed."""
+    paths = [Path(os.path.abspath(path)) for path in files]
+    base = os.path.commonpath([path.parent for path in paths])
+    found = [(path, path.stat()) for path in paths]
+    return base, [[os.path.relpath(path, base), state.st_size, state.st_mtime_ns] for path, state in found]
+
+
+def what_changed(before: list[list[Any]], after: list[list[Any]]) -> str | None:
+    """Which files, as ``look`` found them, are not as they were, in words; None if all are."""
+    old, new = ({str(name): rest for name, *rest in files} for files in (before, after))
+    changed = [name for name in new if name in old and new[name] != old[name]]
+    added, gone = [name for name in new if name not in old], [name for name in old if name not in new]
+    parts = [(changed, "changed"), (added, "is new"), (gone, "is gone")]
+    said = [f"{names[0]}{_and_more(names)} {what}" for names, what in parts if names]
+    return ", ".join(said) or None
+
+
+def refuse_change(before: list[list[Any]], files: Sequence[Path], name: str, field: str) -> None:
+    """Raise ``ConfigError`` unless the files of the source ``name`` are as they were ``before`` they were read."""
+    if changed := what_changed(before, look(files)[1]):
+        raise ConfigError(f"{field}.path", name, f"changed while it was read: {changed}", "files that stay as they are")
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""
 
 
 def open_file(path: Path, field: str) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from array import array
@@ -15,12 +16,15 @@ from tqdm import tqdm
 
 from jaxpar.data.build import DataConfig
 from jaxpar.data.corpus import held_out, text_hash
+from jaxpar.data.files import look, refuse_change
+from jaxpar.data.progress import Bar
 from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import load_tokenizer
 from jaxpar.errors import ConfigError
 
 END = "<|endoftext|>"
 LEAST = 258  # the bytes, the end of a document, and one pair
+_MOST = 1 << 24  # tokens; the library makes room for all of them before it reads
 _PIECE = 1 << 16  # characters of a document given to the library at a time: it takes many times their memory
 _PIECES = 64
 
@@ -60,30 +64,44 @@ def train_tokenizer(config: DataConfig, vocab_size: int, output: Path, quiet: bo
     give the same file. ``<|endoftext|>`` has an id that no text encodes to, not even its own name. Documents of more
     than 65,536 characters are cut there, for training and measuring alone. Text is read three times, never held.
 
-    Raise ``ConfigError`` for a ``vocab_size`` that is too small, or too large for the text, and for an ``output`` that
-    is there or cannot be written.
+    Raise ``ConfigError`` for a ``vocab_size`` that is too small, or too large for the text, for text that changes
+    meanwhile, and, before any is read, for an ``output`` that is there or cannot be written.
     """
     config.validate()
     if vocab_size < LEAST:
         rule = "is too small: 256 bytes, the end of a document, and at least one pair"
         raise ConfigError("--vocab-size", vocab_size, rule, f"{LEAST} or more")
+    if vocab_size > _MOST:
+        raise ConfigError("--vocab-size", vocab_size, "is too large", f"{_MOST} at most")
     if os.path.lexists(output):
         raise ConfigError("--output", str(output), "is there already", "a new file")
     if not os.access(output.parent, os.W_OK):
         raise ConfigError("--output", str(output), f"cannot be written: {output.parent} is no folder to write to")
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    with _writing(output):
+        partial.touch()
+    try:
+        return _train_into(partial, config, vocab_size, output, quiet)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _train_into(partial: Path, config: DataConfig, vocab_size: int, output: Path, quiet: bool) -> TokenizerReport:
+    """As ``train_tokenizer``; the file is ``partial`` until it is whole."""
+    before = [look(source.inputs(f"data.sources.{k}"))[1] for k, source in enumerate(config.sources)]
     sizes, splits = _split_documents(config, quiet)
     size, held_out_size = sizes
     held_documents = sum(int(held_D.sum()) for held_D in splits)
 
     with _bar("counting words", size, quiet) as bar:
         content = _train(_pieces(_side(config, splits, False), bar, "merging pairs"), vocab_size, size)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
+    for k, source in enumerate(config.sources):
+        refuse_change(before[k], source.inputs(f"data.sources.{k}"), source.name, f"data.sources.{k}")
+    with _writing(output):
         partial.write_text(content, encoding="utf-8")
+        if os.path.lexists(output):  # another process was first
+            raise ConfigError("--output", str(output), "is there already", "a new file")
         os.replace(partial, output)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError("--output", str(output), f"cannot be written: {error.strerror}") from None
 
     tokenizer = load_tokenizer(str(output))
     with _bar("measuring", held_out_size, quiet) as bar:
@@ -92,6 +110,14 @@ def train_tokenizer(config: DataConfig, vocab_size: int, output: Path, quiet: bo
         )
     documents = sum(map(len, splits)) - held_documents
     return TokenizerReport(output, tokenizer.vocab_size, documents, size, held_documents, held_out_size, tokens)
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("--output", str(output), f"cannot be written: {error.strerror}") from None
 
 
 def _train(pieces: Iterator[list[str]], vocab_size: int, size: int) -> str:
@@ -155,7 +181,8 @@ def _documents(source: Source, k: int) -> Iterator[str]:
 
 def _side(config: DataConfig, splits: list[np.ndarray], held: bool) -> Iterator[str]:
     for k, (source, held_D) in enumerate(zip(config.sources, splits, strict=True)):
-        for text, is_held in zip(_documents(source, k), held_D, strict=True):
+        # not strict: of files that grow or shrink meanwhile, the line is that they changed
+        for text, is_held in zip(_documents(source, k), held_D, strict=False):
             if is_held == held:
                 yield text
 
@@ -170,4 +197,4 @@ def _pieces(texts: Iterator[str], bar: tqdm, afterwards: str = "") -> Iterator[l
 
 
 def _bar(what: str, total: int | None, quiet: bool) -> tqdm:
-    return tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=quiet, delay=1.0)
+    return Bar(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=quiet, delay=1.0)

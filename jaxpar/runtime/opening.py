@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jaxpar.data import Data, build_data
+from jaxpar.data.progress import Bar
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import Experiment
 from jaxpar.program import Program
@@ -32,7 +32,7 @@ def load_data(experiment: Experiment, quiet: bool = True) -> Data:
 @contextlib.contextmanager
 def _reading_bar(quiet: bool) -> Iterator[Any]:
     """What ``build_data`` reports to: a bar of tokens, their rate and, where it is known, the time left; and lines."""
-    with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
+    with Bar(unit=" tokens", unit_scale=True, leave=False, disable=quiet, delay=1.0, dynamic_ncols=True) as bar:
 
         def progress(source: str, documents: int, tokens: int, share: float | None) -> None:
             if tokens < bar.n:  # the next source

@@ -281,6 +281,21 @@ def test_a_source_that_cannot_be_read_leaves_nothing(config):
     assert not entries(config) and not leftovers(config)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("changes", [("lines/a.jsonl", "changed"), ("lines/c.jsonl", "is new")])
+def test_files_that_change_while_they_are_read(config, cached, changes):
+    """Half of the old and half of the new would be trained on, and kept under the name of the old."""
+    name, what = changes
+
+    def progress(*_):
+        with Path(name).open("a") as file:
+            file.write('{"text": "added meanwhile"}\n')
+
+    with pytest.raises(ConfigError, match=rf"^data.sources.0.path: .* changed while it was read: .*jsonl {what}"):
+        build_data(config if cached else replace(config, cache=None), 16, 0, progress)
+    assert not entries(config) and not leftovers(config)
+
+
 # -- no cache ----------------------------------------------------------------------------------------------------
 
 

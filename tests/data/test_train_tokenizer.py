@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxpar.data.train_tokenizer as train_tokenizer_module
 from jaxpar.cli import main
 from jaxpar.data import DataConfig, JsonLines, TextFiles, build_data
 from jaxpar.data.corpus import text_hash
+from jaxpar.data.progress import Bar
 from jaxpar.data.tokenizers import load_tokenizer
 from jaxpar.data.train_tokenizer import END, train_tokenizer
 from jaxpar.errors import ConfigError
@@ -139,6 +142,9 @@ def test_many_files_of_one_text(tmp_path):
             "new.json",
             "--vocab-size: 257 is too small: 256 bytes, the end of a document, and at least one pair",
         ),
+        ({}, 2**24 + 1, "new.json", "--vocab-size: 16777217 is too large (legal: 16777216 at most)"),
+        ({}, 2**70, "new.json", "--vocab-size: 1180591620717411303424 is too large"),
+        ({}, 2**24, "new.json", "--vocab-size: 16777216 is more than there are in "),
         ({}, 100_000, "new.json", "--vocab-size: 100000 is more than there are in "),
         ({}, 300, "a.jsonl", "--output: HERE/a.jsonl is there already (legal: a new file)"),
         (
@@ -163,6 +169,55 @@ def test_what_cannot_work_is_one_line(folder, config, trained, change, vocab_siz
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("output", ["n" * 250, "/proc/new.json"])
+def test_an_output_that_cannot_be_written_is_refused_first(config, tmp_path, monkeypatch, output):
+    """Not after the training, which may have taken hours."""
+    monkeypatch.setattr(JsonLines, "documents", None)
+    with pytest.raises(ConfigError, match=r"^--output: .* cannot be written: "):
+        train_tokenizer(config, 300, tmp_path / output, quiet=True)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_text_that_changes_meanwhile(tmp_path, monkeypatch, grows):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    split = train_tokenizer_module._split_documents
+
+    def change(*arguments):
+        done = split(*arguments)
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines * 2 if grows else lines[:40]))
+        return done
+
+    monkeypatch.setattr(train_tokenizer_module, "_split_documents", change)
+    with pytest.raises(ConfigError, match=r"^data.sources.0.path: .* changed while it was read: a.jsonl changed"):
+        train_tokenizer(DataConfig((JsonLines(str(path)),)), 280, tmp_path / "t.json", quiet=True)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_two_at_once_do_not_overwrite(config, tmp_path, monkeypatch):
+    output = tmp_path / "t.json"
+    train = train_tokenizer_module._train
+
+    def another(*arguments):
+        output.write_text("another's")
+        return train(*arguments)
+
+    monkeypatch.setattr(train_tokenizer_module, "_train", another)
+    with pytest.raises(ConfigError, match="is there already"):
+        train_tokenizer(config, 300, output, quiet=True)
+    assert output.read_text() == "another's" and os.listdir(tmp_path) == ["t.json"]
+
+
+def test_a_bar_leaves_nothing():
+    """One that was shown before its delay was over: the line that follows would be on the same line."""
+    screen = io.StringIO()
+    with Bar(total=5, leave=False, delay=10, file=screen) as bar:
+        bar.set_description("merging pairs")
+    assert "merging" in screen.getvalue() and not screen.getvalue().rpartition("\r")[0].rpartition("\r")[2].strip()
+    assert screen.getvalue().endswith("\r")
+
+
 def test_the_largest_vocabulary_is_the_one_that_is_named(folder, config, tmp_path):
     with pytest.raises(ConfigError) as error:
         train_tokenizer(config, 100_000, tmp_path / "t.json", quiet=True)
@@ -183,7 +238,7 @@ def test_the_command(folder, tmp_path, capsys):
     ("arguments", "message"),
     [
         ("", "tokenizer: NAME must come first: train"),
-        ("tain x", "tokenizer: tain is nothing it can do (legal: train)"),
+        ("tain x", "tokenizer: tain is nothing it can do. Did you mean train? (legal: train)"),
         ("train --vocab-size 300 --output t", "tokenizer train: the text is that of either CONFIG ("),
         ("train quickstart --input a --vocab-size 300 --output t", "tokenizer train: the text is that of either"),
         ("train --input a --smoke --vocab-size 300 --output t", "--smoke: true does not go with --input"),

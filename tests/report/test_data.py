@@ -124,6 +124,7 @@ def test_the_command(experiment, capsys):
     ("arguments", "message"),
     [
         (["--examples", "-1"], "argument --examples: -1 is not a number of rows, 0 or more"),
+        (["--examples", "100000000"], "argument --examples: 100000000 is more than the 10,000 rows that are shown"),
         (["--examples", "few"], "argument --examples: few is not a number of rows, 0 or more"),
         (["--figure", "lengths.pdf"], "--figure: lengths.pdf is no name of a PNG (legal: lengths.png)"),
         (["--data.cache", "gs://x"], "data.cache: gs://x is no folder of this machine's file systems (legal: a path"),
