@@ -108,6 +108,14 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+def _named_folder(field: str, text: str) -> Path:
+    """The same for an argument in its place, which argparse does not see."""
+    try:
+        return _folder(text)
+    except argparse.ArgumentTypeError:
+        raise ConfigError(field, text, "is not the name of a folder", "a path on this machine") from None
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of rows, 0 or more")
@@ -257,7 +265,7 @@ def _generate(arguments: list[str]) -> int:
             raise ConfigError(f"--{flag}", getattr(options, flag), "is out of range", f"{least} to {most}")
     prompts = list(options.prompt or [])
     if options.prompts is not None:
-        prompts += options.prompts.read_text(encoding="utf-8").splitlines()
+        prompts += _lines(options.prompts)
     experiment = _experiment(name, options.smoke, overrides)
 
     from jaxpar.mesh.devices import start_devices
@@ -279,6 +287,19 @@ def _generate(arguments: list[str]) -> int:
         as_json=options.json,
     )
     return 0
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file, one at least."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "--prompts", str(path), f"is not text in UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+    if not text:
+        raise ConfigError("--prompts", str(path), "is empty", "one prompt a line")
+    return text.removesuffix("\n").split("\n")
 
 
 def _show(arguments: list[str]) -> int:
@@ -428,7 +449,7 @@ def _import(arguments: list[str]) -> int:
         return experiment
 
     devices = start_devices(options.devices)
-    same = import_folder(_folder(name), options.run, devices, print, adjust, options.verify)
+    same = import_folder(_named_folder("HF_FOLDER", name), options.run, devices, print, adjust, options.verify)
     return 0 if same else 1
 
 
@@ -451,7 +472,9 @@ def _export(arguments: list[str]) -> int:
 
     most = parse_size(options.max_shard_size)
     start_devices()
-    same = export_run(Path(name), _folder(target), print, options.dtype, most, options.step, options.verify)
+    same = export_run(
+        Path(name), _named_folder("HF_FOLDER", target), print, options.dtype, most, options.step, options.verify
+    )
     return 0 if same else 1
 
 

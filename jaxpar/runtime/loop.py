@@ -178,6 +178,8 @@ class _Training:
         return from_json(Experiment, self.folder.read_config())
 
     def _introduce(self, first: int | None, saved: Experiment | None) -> None:
+        if (samples := self.experiment.samples).every is not None:
+            self._writer.check(samples.prompts, samples.tokens)
         self._say(f"run      {self.folder.path}")
         self.entropy = self.data.unigram_entropy()
         for line in introduction(self.program, self.data, self.entropy):
