@@ -112,6 +112,14 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+def _named_folder(field: str, text: str) -> Path:
+    """The same for an argument in its place, which argparse does not see."""
+    try:
+        return _folder(text)
+    except argparse.ArgumentTypeError:
+        raise ConfigError(field, text, "is not the name of a folder", "a path on this machine") from None
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a number of rows, 0 or more")
@@ -290,16 +298,15 @@ def _generate(arguments: list[str]) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of the file of ``--prompts``."""
+    """The lines of the file of ``--prompts``, one at least."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError("--prompts", str(path), f"is not UTF-8 text (byte {error.start})") from None
-    if not lines:
-        raise ConfigError(
-            "--prompts", str(path), "is empty", "one prompt a line; an empty line: the start of a document"
-        )
-    return lines
+    if not text:
+        legal = "one prompt a line; an empty line: the start of a document"
+        raise ConfigError("--prompts", str(path), "is empty", legal)
+    return text.removesuffix("\n").split("\n")
 
 
 def _show(arguments: list[str]) -> int:
@@ -451,7 +458,7 @@ def _import(arguments: list[str]) -> int:
         return experiment
 
     devices = start_devices(options.devices)
-    same = import_folder(_folder(name), options.run, devices, print, adjust, options.verify)
+    same = import_folder(_named_folder("HF_FOLDER", name), options.run, devices, print, adjust, options.verify)
     return 0 if same else 1
 
 
@@ -474,7 +481,8 @@ def _export(arguments: list[str]) -> int:
 
     size = parse_size(options.max_shard_size)
     start_devices()
-    same = export_run(Path(name), _folder(target), print, options.dtype, size, options.step, options.verify)
+    folder = _named_folder("HF_FOLDER", target)
+    same = export_run(Path(name), folder, print, options.dtype, size, options.step, options.verify)
     return 0 if same else 1
 
 

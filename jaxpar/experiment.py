@@ -14,7 +14,7 @@ from jaxpar.errors import ConfigError, divisors
 from jaxpar.mesh.axes import MeshConfig
 from jaxpar.mesh.rules import BATCH_AXES, ShardingRules
 from jaxpar.models.decoder import DecoderConfig
-from jaxpar.models.sampling import SamplingConfig
+from jaxpar.models.sampling import SamplingConfig, check_texts
 from jaxpar.optim.optimizers import AdamWConfig, SGDConfig
 from jaxpar.tasks.language_model import LanguageModelConfig
 
@@ -87,6 +87,7 @@ class SamplesConfig:
                 raise ConfigError(f"samples.{name}", value, "is too small", "1 or more")
         if not self.prompts:
             raise ConfigError("samples.prompts", self.prompts, "holds no prompt", "one or more")
+        check_texts("samples.prompts", self.prompts)
         self.sampling.validate("samples.sampling")
 
 

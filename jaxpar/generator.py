@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.errors import ConfigError
+from jaxpar.mesh.devices import device_memory
 from jaxpar.mesh.rules import live, spec
 from jaxpar.models.attention import Mask, attend_cached
 from jaxpar.models.layout import parameter_dtype
@@ -79,18 +80,18 @@ class Generator:
         What a row gets depends on its prompt, its number in ``prompts`` and ``seed`` alone, whatever the other rows,
         the mesh or the padding (up to rounding). Only tokens below ``vocab_size`` are written. Every process of a run
         must call this with the same arguments. Raises ConfigError for an empty prompt or one that is no text of the
-        model's vocabulary.
+        model's vocabulary, or for a cache that the memory cannot hold.
         """
         sampling.validate("sampling")
-        self._check(prompts, tokens)
+        self.check(prompts, tokens)
         config = self.program.experiment.model
-        rows = -(-len(prompts) // self._ways) * self._ways
+        rows = self._rows_of(prompts)
         lengths = np.array([len(p) for p in prompts] + [1] * (rows - len(prompts)), np.int32)
         read = _rounded(int(lengths.max()))
         grid = np.zeros((rows, read), np.int32)
         for row, prompt in zip(grid, prompts, strict=False):
             row[: len(prompt)] = prompt
-        slots = _rounded(int(lengths.max()) + tokens)
+        slots = self._slots_of(prompts, tokens)
 
         put = functools.partial(self._put, self._rows)
         cache = self._prefill(read, slots)(weights, put(grid))
@@ -121,7 +122,8 @@ class Generator:
                 state["done"], done = put(finished), finished[: len(prompts)]
         return written
 
-    def _check(self, prompts: Sequence[Any], tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int] | np.ndarray], tokens: int) -> None:
+        """Raise ConfigError for what ``generate`` cannot do, before anything is compiled."""
         vocab = self.program.experiment.model.vocab_size
         if not prompts:
             raise ConfigError("prompts", "()", "holds no prompt", "one or more")
@@ -133,6 +135,22 @@ class Generator:
             wrong = [int(t) for t in prompt if not 0 <= t < vocab]
             if wrong:
                 raise ConfigError(f"prompts.{number}", wrong[0], "is no token of the model", f"0 to {vocab - 1}")
+        config, rows, slots = self.program.experiment.model, self._rows_of(prompts), self._slots_of(prompts, tokens)
+        shape = (config.num_layers, rows, slots, config.num_kv_heads, config.width_of_head)
+        shard = NamedSharding(self.program.mesh, self._cache).shard_shape(shape)
+        needed = 2 * math.prod(shard) * np.dtype(self.program.dtype).itemsize
+        if (limit := device_memory(self.program.mesh.devices.flat)) and needed > limit:
+            rule = f"needs {needed / 1e9:.3g} GB for keys and values of {rows} texts up to {slots} tokens long"
+            raise ConfigError(
+                "tokens", tokens, f"{rule}, on devices of {limit / 1e9:.3g} GB each", "fewer, or fewer texts"
+            )
+
+    def _rows_of(self, prompts: Sequence[Any]) -> int:
+        return -(-len(prompts) // self._ways) * self._ways
+
+    @staticmethod
+    def _slots_of(prompts: Sequence[Any], tokens: int) -> int:
+        return _rounded(max(map(len, prompts)) + tokens)
 
     def _put(self, partition: PartitionSpec, rows: np.ndarray) -> jax.Array:
         """Every process has all rows; each device takes its own."""

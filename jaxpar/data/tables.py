@@ -110,11 +110,8 @@ class SavedDataset(_Table):
         with reading(index, self.path, field, ValueError, RecursionError):
             content = json.loads(index.read_bytes())
             listed = content.get(key) if isinstance(content, dict) else None
-            names = (
-                [one.get("filename") if isinstance(one, dict) else one for one in listed]
-                if isinstance(listed, list)
-                else []
-            )
+            listed = listed if isinstance(listed, list) else []
+            names: list[Any] = [one.get("filename") if isinstance(one, dict) else one for one in listed]
             if not names or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{key} is no list of names")
             return names

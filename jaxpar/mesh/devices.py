@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from jaxpar.errors import ConfigError, JaxparError
@@ -70,6 +71,19 @@ def quiet_plugins() -> None:
 
         if "jax" in sys.modules:
             sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
+def device_memory(devices: Iterable[Any]) -> int:
+    """Bytes that one of these devices can hold; virtual ones share the host's memory. 0: not known."""
+    import jax
+
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if local[0].platform == "cpu":
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+        except (OSError, ValueError):
+            return 0
+    return (local[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
 def peak_flops(devices: list[Any]) -> tuple[float, str]:

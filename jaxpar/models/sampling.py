@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ class SamplingConfig:
 
     def validate(self, field: str) -> None:
         """Raise ConfigError naming ``field`` for numbers that cannot be."""
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"{field}.temperature", self.temperature, "is no temperature", "0 or more")
+        if not 0 <= self.temperature <= 1e30:
+            raise ConfigError(f"{field}.temperature", self.temperature, "is no temperature", "0 or more, up to 1e30")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"{field}.top_k", self.top_k, "leaves no token", "1 or more, or none")
         if not 0 < self.top_p <= 1:
@@ -34,21 +34,29 @@ class SamplingConfig:
         return {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "vocab_size": vocab_size}
 
 
+def check_texts(field: str, texts: Sequence[str]) -> None:
+    """Raise ConfigError naming ``field`` for the first text that is not Unicode, such as half a surrogate pair."""
+    for number, text in enumerate(texts):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{field}.{number}", ascii(text), "is not Unicode", "a text in UTF-8")
+
+
 def sample(logits_BV: jax.Array, keys_B: jax.Array, scalars: dict[str, jax.Array]) -> jax.Array:
     """A token for each row, int32 [B], by its own key (Gumbel-max); ``scalars`` as of ``SamplingConfig``.
 
-    Tokens from ``vocab_size`` on, which a padded embedding has, are never drawn. Tokens as likely as the last one that
-    ``top_k`` or ``top_p`` admits are admitted too.
+    Tokens from ``vocab_size`` on, which a padded embedding has, are never drawn; the likeliest always can be. Tokens as
+    likely as the last one that ``top_k`` or ``top_p`` admits are admitted too.
     """
     V = logits_BV.shape[-1]
     logits_BV = jnp.where(jnp.arange(V) < scalars["vocab_size"], logits_BV, -jnp.inf)
 
     def draw() -> jax.Array:
-        warm_BV = logits_BV / scalars["temperature"]
+        # The largest becomes 0: what is near it stays finite, however low the temperature.
+        warm_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / scalars["temperature"]
         ranked_BV = jnp.flip(jnp.sort(warm_BV, axis=-1), axis=-1)
         share_BV = jax.nn.softmax(ranked_BV, axis=-1)
         likelier_BV = jnp.cumsum(share_BV, axis=-1) - share_BV  # the probability of all that rank before
-        admitted_BV = (jnp.arange(V) < scalars["top_k"]) & (likelier_BV < scalars["top_p"])
+        admitted_BV = (jnp.arange(V) < scalars["top_k"]) & ((likelier_BV < scalars["top_p"]) | (jnp.arange(V) == 0))
         least_B = jnp.min(jnp.where(admitted_BV, ranked_BV, jnp.inf), axis=-1, keepdims=True)
         noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, (V,)))(keys_B)
         return jnp.argmax(jnp.where(warm_BV >= least_B, warm_BV + noise_BV, -jnp.inf), axis=-1)

@@ -20,7 +20,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.experiment import Experiment
 from jaxpar.generator import Generator
 from jaxpar.mesh.rules import BATCH_AXES
-from jaxpar.models.sampling import SamplingConfig
+from jaxpar.models.sampling import SamplingConfig, check_texts
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
@@ -64,10 +64,7 @@ class Writer:
         prompts with what the tokenizer's own template adds, such as BOS. ``show`` is called with all continuations as
         they grow.
         """
-        encoded = [
-            ids if len(ids) else np.array([self.tokenizer.eos])
-            for ids in self.tokenizer.encode(list(prompts), special_tokens)
-        ]
+        encoded = self._encode(prompts, special_tokens)
 
         def texts(written: Sequence[np.ndarray]) -> list[Continuation]:
             rows = zip(prompts, encoded, written, strict=True)
@@ -86,6 +83,14 @@ class Writer:
                 weights, encoded, tokens, sampling, seed, (self.tokenizer.eos,), vocab_size, watching
             )
         )
+
+    def check(self, prompts: Sequence[str], tokens: int) -> None:
+        """Raise ConfigError for what ``write`` cannot do."""
+        self.generator.check(self._encode(prompts), tokens)
+
+    def _encode(self, prompts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        found = self.tokenizer.encode(list(prompts), special_tokens)
+        return [ids if len(ids) else np.array([self.tokenizer.eos]) for ids in found]
 
     def _continuation(self, prompt: str, before: np.ndarray, ids: np.ndarray, stop: Sequence[str]) -> Continuation:
         # What tokens spell depends on those before: at the start of a text, decoders of Llama-2's kind drop a space.
@@ -122,6 +127,7 @@ def generate(
     for name, texts in (("prompts", prompts), ("stop", stop)):
         if isinstance(texts, str):
             raise ConfigError(name, texts, "is one text", "a list of texts")
+        check_texts(name, texts)
     sampling.validate("sampling")
     folder = RunFolder(run)
     checkpoints = Checkpoints(folder.checkpoints)
@@ -134,6 +140,7 @@ def generate(
     program = Program(for_generation(experiment, len(devices)), devices)
     writer = Writer(program, load_tokenizer(experiment.data.tokenizer, experiment.data.eos_token))
     prompts = [prompt for prompt in prompts for _ in range(samples)]
+    writer.check(prompts, tokens)
     weights = writer.generator.ready(checkpoints.restore(step, program.abstract_params, only="params"))
     return writer.write(weights, prompts, tokens, sampling, seed, stop, special_tokens, show)
 

@@ -181,6 +181,8 @@ class _Training:
         return from_json(Experiment, self.folder.read_config())
 
     def _introduce(self, first: int | None, saved: Experiment | None) -> None:
+        if (samples := self.experiment.samples).every is not None:
+            self._writer.check(samples.prompts, samples.tokens)
         self._say(f"run      {self.folder.path}")
         for line in introduction(self.program, self.data, self.entropy):
             self._say(line)

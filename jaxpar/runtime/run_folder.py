@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -50,9 +51,8 @@ class RunFolder:
         Raises ``ConfigError`` on the field ``run`` if the folder cannot be written, if another process writes it, or if
         it holds a run and ``resume`` is false.
         """
+        self.make()
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.figures.mkdir(exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not resume:
@@ -67,6 +67,16 @@ class RunFolder:
         except BaseException:
             self.close()
             raise
+
+    def make(self) -> None:
+        """Make the folders, of which none needs to be there. Raises ``ConfigError`` where that cannot be."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.figures.mkdir(exist_ok=True)
+            if not os.access(self.path, os.W_OK):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
 
     def refuse_a_run(self) -> None:
         """Raise ``ConfigError`` if the folder holds a run."""

@@ -60,6 +60,9 @@ def import_folder(
         program = Program(experiment, devices)
         parts = leaves(program.parameters, model.post_norms)
         files.check(parts)
+        used, copy = experiment.data.tokenizer, str(folder.huggingface / "tokenizer.json")  # which is not there yet
+        load_tokenizer(str(source / "tokenizer.json") if used == copy else used, experiment.data.eos_token)
+        folder.make()
         params, not_finite = _read(files, parts, program)
         dtypes = files.dtypes()
     checkpoints = Checkpoints(folder.checkpoints, asynchronous=False)

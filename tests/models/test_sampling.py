@@ -43,6 +43,8 @@ def test_frequencies_are_the_softmax(temperature):
         (dict(temperature=1.0, top_p=0.4), [1]),  # the likeliest has 0.45
         (dict(temperature=1.0, top_p=0.5), [1, 4]),
         (dict(temperature=1.0, top_p=1e-6), [1]),
+        (dict(temperature=1.0, top_p=1e-60), [1]),  # 0 in fp32
+        (dict(temperature=1e-37), [1]),  # logits divided by it are not finite in fp32
         (dict(temperature=1.0, top_k=2, top_p=0.99), [1, 4]),
     ],
 )

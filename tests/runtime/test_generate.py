@@ -163,23 +163,31 @@ def test_on_eight_devices_it_is_the_same_text(run, generated):
         (("--samples", "0"), "--samples: 0 is out of range"),
         (("--temperature", "-1"), "sampling.temperature: -1.0"),
         (("--top-p", "0"), "sampling.top_p: 0.0"),
+        (("--temperature", "1e39"), "sampling.temperature: 1e+39"),
         (("--stop", ""), "--stop: 0 is an empty text"),
+        (("--prompt", "a\udcff"), "prompts.0: 'a\\udcff' is not Unicode"),
+        (("--stop", "\udcff"), "stop.0: '\\udcff' is not Unicode"),
+        (("--prompts", "/dev/null"), "--prompts: /dev/null is empty"),
+        (("--prompts", "latin-1.txt"), "--prompts: latin-1.txt is not UTF-8 text (byte 1)"),
+        (("--tokens", "16777216", "--samples", "65536"), "GB for keys and values of 65536 texts up to 33554432 tokens"),
         (("--prompts", "no such file"), "no such file"),
         (("--model.embed", "32"), "saved float32"),
         (("--smoke",), "--smoke"),
     ],
 )
-def test_what_cannot_be_generated(generated, flags, message):
+def test_what_cannot_be_generated(generated, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin-1.txt").write_bytes(b"a\xff\n")
     code, out, err = generated(*flags)
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"on\xff", "is not UTF-8 text (byte 2)")])
-def test_a_file_without_prompts(generated, tmp_path, content, message):
-    """Not a text after no prompt, and no traceback."""
-    (tmp_path / "prompts").write_bytes(content)
-    code, out, err = generated("--prompts", str(tmp_path / "prompts"))
-    assert (code, out) == (2, "") and err.startswith(f"jaxpar: --prompts: {tmp_path}/prompts {message}")
+@pytest.mark.parametrize("changes", [{"tokens": 2**40}, {"prompts": ("a\udcff",)}, {"prompts": ()}])
+def test_samples_that_cannot_be_are_refused_before_the_run(run, compiled, tmp_path, changes):
+    """Not when the first is due, hours later."""
+    with pytest.raises(ConfigError, match=r"GB for keys and values|is not Unicode|holds no prompt"):
+        train(change(run[1], "samples", **changes), tmp_path / "run", jax.devices()[:1], quiet=True)
+    assert compiled == [] and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_folder_without_a_checkpoint(run, generated, tmp_path):
