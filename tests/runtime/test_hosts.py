@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from run_helpers import QuicklyCompiled, lines, steps_of, stop_after, tiny_experiment, write_text
+from run_helpers import QuicklyCompiled, change, lines, steps_of, stop_after, tiny_experiment, write_text
 
 from jaxpar.experiment import MeshConfig
 from jaxpar.runtime import loop
@@ -118,8 +118,10 @@ LAYOUTS = {
 
 
 def layout(tiny, name):
+    """An experiment of four steps; the sequence that is cut across hosts is evaluated too, as ``moving`` below is."""
     mesh, more = LAYOUTS[name]
-    return tiny(mesh, steps=4, **more)
+    experiment = tiny(mesh, steps=4, **more)
+    return experiment if name.startswith("context") else change(experiment, "data", eval_fraction=0.0)
 
 
 @pytest.fixture(scope="module")
