@@ -94,9 +94,9 @@ def _x_axis(runs: Sequence[Run], against: str) -> tuple[str, float]:
     """The label of the x axis, and how much of the field is 1 on it: a unit of time that suits the longest run."""
     if against != "seconds":
         return against, 1.0
-    longest = max((run.last("seconds") or 0.0 for run in runs), default=0.0)
+    longest = max((run.last("seconds") or 0.0 for run in runs), default=0.0)  # below 0 in a damaged file
     unit, size = next(
-        (u, s) for u, s, least in (("h", 3600.0, 7200), ("min", 60.0, 120), ("s", 1.0, 0)) if longest >= least
+        (u, s) for u, s, least in (("h", 3600.0, 7200), ("min", 60.0, 120), ("s", 1.0, -np.inf)) if longest >= least
     )
     return f"time ({unit})", size
 

@@ -22,6 +22,7 @@ from jaxpar.report.bars import draw_bars, memory_classes
 from jaxpar.report.canvas import PALETTE, Drawing, Key, bytes_text, duration, styles
 from jaxpar.report.curves import draw_curves
 from jaxpar.report.runs import Run, Series, group_seeds, printable, read_runs
+from jaxpar.runtime.run_folder import replace_file
 from jaxpar.serialize import difference, flatten, word
 
 ABSENT = "–"
@@ -42,6 +43,8 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
         page, figures = runs[0].path / "report.html", runs[0].path / "figures"
     else:
         page = output or Path("report.html")
+        if page.suffix.lower() not in (".html", ".htm"):  # no file of a run, and no folder
+            raise ConfigError("--output", str(page), "is no name of an HTML page", f"{page.name or 'report'}.html")
         figures = page.with_name(f"{page.stem}-figures")
     series = group_seeds(runs)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -49,12 +52,13 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
     text = render(runs, series, drawings, title)
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(text, encoding="utf-8")
+        replace_file(page, text)
         for drawing in drawings:
             name = f"{title}: {drawing.title.lower()}" if len(runs) == 1 else drawing.title
             drawing.canvas.png(figures / f"{drawing.name}.png", name)
     except OSError as error:
-        raise ConfigError("--output", str(error.filename or page), f"cannot be written: {error.strerror}") from error
+        file = str(error.filename or page).removesuffix(".new")
+        raise ConfigError("--output", file, f"cannot be written: {error.strerror}") from error
     return page
 
 

@@ -95,7 +95,10 @@ def read_metrics(folder: RunFolder) -> tuple[Columns, Columns]:
             value = record.get(field)
             if not isinstance(value, int | float | None):
                 raise JaxparError(f"{folder.metrics_file} is damaged: {field} of step {record['step']} is {value!r}")
-            column.append(float("nan") if value is None else value)
+            try:
+                column.append(float("nan") if value is None else value)
+            except OverflowError:  # an integer above all floats
+                raise JaxparError(f"{folder.metrics_file} is damaged: {field} is larger than any float") from None
     trained, evaluated = ({field: np.array(column) for field, column in c.items()} for c in (training, evaluation))
     trained["seconds"] = _growing(trained["seconds"])
     for field in ("tokens", "seconds"):
@@ -131,6 +134,8 @@ def _read(path: Path, name: str) -> Run:
         raise JaxparError(f"{folder.config_file}: {error}") from error
     training, evaluation = read_metrics(folder)
     compiled = folder.read("compile.json")
+    if not isinstance(parameters := compiled.get("parameters"), int | None):
+        raise JaxparError(f"{path / 'compile.json'} is damaged: parameters is {parameters!r}")
     for field in ("bytes_per_device", "mesh"):
         sizes = compiled.get(field, {})
         if not isinstance(sizes, dict) or not all(isinstance(size, int | float) for size in sizes.values()):

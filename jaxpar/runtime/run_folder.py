@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -88,7 +89,7 @@ class RunFolder:
         if self._lock is None:
             return
         try:
-            _replace(self.config_file, json.dumps(config, indent=1) + "\n")
+            replace_file(self.config_file, json.dumps(config, indent=1) + "\n")
         except OSError as error:
             raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
 
@@ -131,7 +132,7 @@ class RunFolder:
         if self._lock is None:
             return
         try:
-            _replace(self.path / name, json.dumps(data, indent=1) + "\n")
+            replace_file(self.path / name, json.dumps(data, indent=1) + "\n")
         except OSError as error:
             raise JaxparError(f"{self.path / name} could not be written: {error.strerror}") from error
 
@@ -170,7 +171,7 @@ class RunFolder:
                 continue
             kept = [json.dumps(record) + "\n" for record in _records(path) if record["step"] <= step]
             try:
-                _replace(path, "".join(kept))
+                replace_file(path, "".join(kept))
             except OSError as error:
                 raise JaxparError(f"{path} could not be written: {error.strerror}") from error
 
@@ -191,7 +192,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                     yield record
     except OSError as error:
         raise JaxparError(f"{path} could not be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JaxparError(f"{path} is damaged: line {number}: {error}") from error
 
 
@@ -207,15 +208,20 @@ def _read(path: Path, parse: Callable[[str], Any]) -> Any:
         return parse(path.read_text())
     except OSError as error:
         raise JaxparError(f"{path} could not be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JaxparError(f"{path} is damaged: {error}") from error
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader or a crash sees the old content or the new, never a part."""
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a reader, a crash or a full disk leaves the old content or the new, never a part."""
     new = path.with_name(path.name + ".new")
-    with open(new, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise

@@ -186,6 +186,14 @@ def damage(run, name, text):
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', "metrics.jsonl is damaged: line 2: "),
         ("metrics.jsonl", '{"step": 1, "loss": "low"}\n', "metrics.jsonl is damaged: loss of step 1 is 'low'"),
+        ("metrics.jsonl", f'{{"step": {10**400}, "loss": 1.0}}\n', "metrics.jsonl is damaged: step is larger than any"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "loss": ' + "[" * 10**5 + "\n",
+            "metrics.jsonl is damaged: line 1: maximum recur",
+        ),
+        ("config.json", "[" * 10**5, "config.json is damaged: maximum recursion depth"),
+        ("compile.json", '{"parameters": "many"}', "compile.json is damaged: parameters is 'many'"),
         ("compile.json", "[1, 2]", "compile.json is damaged: no JSON object"),
         ("compile.json", '{"bytes_per_device": {"arguments": "many"}}', "compile.json is damaged: bytes_per_device"),
         ("data.json", '{"unigram_entropy": "low"}', "data.json is damaged: unigram_entropy"),
@@ -200,10 +208,33 @@ def test_damaged_files_are_one_line(tmp_path, file, text, message):
     assert not (run / "report.html").exists()
 
 
+def test_time_below_zero_is_drawn(tmp_path, no_pictures):
+    """A clock that was set back, in an old run: a page, and no traceback."""
+    run = write_run(tmp_path / "run", experiment(3))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    damage(run, "metrics.jsonl", "".join(json.dumps({**line, "seconds": -5.0}) + "\n" for line in lines))
+    assert write_report([run]).exists()
+
+
+def test_a_full_disk_keeps_the_page_that_was_there(tmp_path, no_pictures, monkeypatch):
+    run = write_run(tmp_path / "run", experiment(3))
+    page = write_report([run])
+    before = page.read_text()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ConfigError, match=r"^--output: .*report.html cannot be written: No space left on device"):
+        write_report([run])
+    assert page.read_text() == before and not list(run.glob("*.new"))
+
+
 def test_wrong_arguments_are_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", experiment(1))
     (tmp_path / "folder").mkdir()
+    (tmp_path / "dir.html").mkdir()
     (tmp_path / "link").symlink_to("run")
     for arguments, message in (
         ([], "report: the following arguments are required: RUN"),
@@ -211,11 +242,14 @@ def test_wrong_arguments_are_one_line(tmp_path, capfd, monkeypatch):
         (["folder"], "report: folder has no config.json (legal: a run folder)"),
         (["run/config.json"], "report: run/config.json is not a folder (legal: a run folder)"),
         (["run", "link"], "report: link is given twice (legal: each run once)"),
-        (["run", "--output", "folder"], "--output: folder cannot be written: Is a directory"),
+        (["run", "--output", "folder"], "--output: folder is no name of an HTML page (legal: folder.html)"),
+        (["run", "--output", "run/config.json"], "--output: run/config.json is no name of an HTML page (legal: config"),
+        (["run", "--output", "dir.html"], "--output: dir.html cannot be written: Is a directory"),
         (["run", "--json"], "report: unrecognized arguments: --json"),
     ):
         assert main(["report", *arguments]) == 2
-        assert capfd.readouterr() == ("", f"jaxpar: {message}\n")
+        out, err = capfd.readouterr()
+        assert out == "" and err.startswith(f"jaxpar: {message}") and err.count("\n") == 1
 
 
 @pytest.mark.slow
