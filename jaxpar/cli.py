@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -138,7 +139,7 @@ def _experiment(name: str, smoke: bool, overrides: list[str]) -> Any:
             raise ConfigError("--smoke", name, "is a run folder, which has one config", "a config file or its name")
         from jaxpar.runtime.run_folder import RunFolder
 
-        experiment: Any = from_json(Experiment, RunFolder(folder).read_config())
+        experiment: Any = _with_own_tokenizer(from_json(Experiment, RunFolder(folder).read_config()), RunFolder(folder))
     else:
         experiment = load_config(name, "smoke" if smoke else "config")
     if not isinstance(experiment, Experiment):
@@ -146,6 +147,15 @@ def _experiment(name: str, smoke: bool, overrides: list[str]) -> Any:
     experiment = apply_overrides(experiment, overrides)
     type_check(experiment)
     return experiment
+
+
+def _with_own_tokenizer(experiment: Any, folder: Any) -> Any:
+    """Where the tokenizer of an import has gone or moved, the copy of it that the run folder keeps."""
+    used, own = Path(experiment.data.tokenizer).expanduser(), folder.huggingface / "tokenizer.json"
+    if used.parts[-2:] != own.parts[-2:] or used.exists() or not own.exists():
+        return experiment
+    print(f"note     data.tokenizer {used} is not there: {own} is used", file=sys.stderr)
+    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, tokenizer=str(own)))
 
 
 def _split(

@@ -112,6 +112,22 @@ def test_what_the_commands_refuse(capsys, tmp_path, here, arguments, message):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "lock"} == before
 
 
+def test_run_folders_can_be_moved_and_their_origin_removed(capsys, here, tmp_path):
+    """The config names the import's tokenizer where that was; the run folder has a copy, which another would not be."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, [])).save(str(tmp_path / "hf" / "tokenizer.json"))
+    assert main(["import", "hf", "--run", "runs/llama", *SMALL]) == 0
+    shutil.move("runs/llama", "moved")
+    capsys.readouterr()
+    assert main(["generate", "moved", "--tokens", "2", "--prompt", "ab", "--devices", "1"]) == 0
+    note = capsys.readouterr().err.splitlines()[0].replace(str(tmp_path), "TMP")
+    there = "huggingface/tokenizer.json"
+    assert note == f"note     data.tokenizer TMP/runs/llama/{there} is not there: TMP/moved/{there} is used"
+    assert main(["generate", "moved", "--data.tokenizer", "other.json"]) == 2
+    assert "data.tokenizer: other.json cannot be read" in capsys.readouterr().err
+
+
 def test_verify_says_what_it_needs(capsys, monkeypatch, tmp_path):
     """Before anything is read or written."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
