@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.packing import Batch
+from jaxpar.errors import JaxparError
 
 _NO_LAST_STEP = 2**62
 
@@ -77,7 +78,12 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except RuntimeError as error:  # grain's word for a process that was killed, such as for want of memory
+            if "terminated unexpectedly" not in str(error):
+                raise
+            raise JaxparError(f"data.workers: a process that loads data was killed: {error}") from error
         self.next += self._global_batch
         return batch
 

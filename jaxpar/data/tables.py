@@ -114,7 +114,7 @@ class SavedDataset(_Table):
             names: list[Any] = [one.get("filename") if isinstance(one, dict) else one for one in listed]
             if not names or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{key} is no list of names")
-            return names
+            return [str(name) for name in names]
 
     def _records(self, field: str) -> Iterator[tuple[str, Any]]:
         pa = require("pyarrow", f"{field}.path", self.path)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import json
+import multiprocessing
 import os
 import pickle
 import resource
@@ -481,3 +482,15 @@ atexit.register(use)
     assert "read in" in said[0]
     assert float(said[-1]) < 130  # 96, whatever the size
     shutil.rmtree(config.cache)
+
+
+def test_a_worker_that_is_killed_is_one_line(config):
+    """As the kernel does for want of memory: not a traceback of the library's."""
+    data, _ = build(replace(config, workers=1))
+    with data.loader(2) as loader:
+        next(loader)
+        for process in multiprocessing.active_children():
+            process.kill()
+        with pytest.raises(JaxparError, match=r"^data.workers: a process that loads data was killed"):
+            for _ in range(100):
+                next(loader)
