@@ -19,7 +19,7 @@ Shape suffixes: N tokens of a corpus, D documents, P pieces, R rows, T tokens of
 K sources, S positions of a row, V vocabulary.
 """
 
-from jaxpar.data.build import Data, DataConfig, build_data
+from jaxpar.data.build import HOW_LOADED, Data, DataConfig, build_data
 from jaxpar.data.loader import Loader
 from jaxpar.data.packing import Batch
 from jaxpar.data.records import Filter
@@ -28,6 +28,7 @@ from jaxpar.data.stream import Evaluation, Stream
 from jaxpar.data.tokenizers import Tokenizer
 
 __all__ = [
+    "HOW_LOADED",
     "ArrayRecord",
     "Batch",
     "Data",

@@ -23,6 +23,8 @@ from jaxpar.errors import ConfigError, did_you_mean
 
 _ORDER_VERSION = 1  # part of the fingerprint: raise it whenever the same config gives other batches
 
+HOW_LOADED = ("workers", "prefetch", "cache")  # fields of DataConfig that never change what is loaded
+
 
 @dataclass(frozen=True)
 class DataConfig:

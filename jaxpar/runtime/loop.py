@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxpar.data import HOW_LOADED
 from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
@@ -205,7 +206,7 @@ class _Training:
         if metadata["data"] != self.data.fingerprint:
             changed = difference(saved, self.experiment) if saved else {}
             fields = [path for path in changed if path.startswith("data.") or path in ("train.seq_len", "train.seed")]
-            fields = [path for path in fields if path not in ("data.cache", "data.workers", "data.prefetch")]
+            fields = [path for path in fields if path.removeprefix("data.") not in HOW_LOADED]
             raise ConfigError(
                 "data",
                 ", ".join(fields) or "the text itself",
