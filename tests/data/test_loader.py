@@ -98,7 +98,8 @@ def resumed_at_every_step(sources):
     assert again.fingerprint == data.fingerprint
     for k in range(steps):
         for hosts in (1, 2, 4):
-            parts = [take(again.loader(batch, batch * k, host, hosts), steps - k) for host in range(hosts)]
+            rows_of_hosts = np.split(np.arange(batch), hosts)
+            parts = [take(again.loader(batch, batch * k, rows), steps - k) for rows in rows_of_hosts]
             together = [
                 {key: np.concatenate([part[key] for part in step]) for key in step[0]}
                 for step in zip(*parts, strict=True)
