@@ -33,8 +33,6 @@ from jaxpar.serialize import flatten, from_json, type_check
 
 CONFIG = "a config file, its name, or a run folder"
 MOST_ROWS = 10_000
-IMPORT = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
-EXPORT = "Write a run's parameters as a Hugging Face model."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -451,9 +449,9 @@ def _report(arguments: list[str]) -> int:
 
 def _import(arguments: list[str]) -> int:
     name, rest = _split("import", arguments, what="HF_FOLDER must come first: a folder with config.json")
-    parser = _parser("import HF_FOLDER", IMPORT)
+    about = "Make a run folder of a Hugging Face model; fields of its config can be set by dotted flags."
+    parser = _parser("import HF_FOLDER", about, devices=True)
     parser.add_argument("--run", type=_folder, help="run folder to make; needed")
-    parser.add_argument("--devices", help="N devices to spread it over, a CPU cut into as many; or cpu:N")
     parser.add_argument("--verify", action="store_true", help="compare logits with PyTorch's; exit code 1: they differ")
     options, overrides = _parse(parser, "", rest)
     if options.run is None:
@@ -476,7 +474,7 @@ def _export(arguments: list[str]) -> int:
     what = "RUN and HF_FOLDER must come first: a run folder, and a new folder to write"
     name, rest = _split("export", arguments, what=what)
     target, rest = _split("export", rest, what=what)
-    parser = _parser("export RUN HF_FOLDER", EXPORT)
+    parser = _parser("export RUN HF_FOLDER", "Write a run's parameters as a Hugging Face model.")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as imported, else float32")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file; default: 5GB")

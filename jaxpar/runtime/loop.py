@@ -107,9 +107,9 @@ class _Training:
 
     def run(self) -> Summary:
         """Everything, with the folder locked while it lasts."""
-        if not self.resume and self.hosts.index == 0:
-            self.folder.refuse_a_run()
         if self.hosts.index == 0:
+            if not self.resume:
+                self.folder.refuse_a_run()
             check_trackers(self.experiment.track)
         saved = self._saved_config()
         pretrained = self._pretrained()
@@ -122,10 +122,10 @@ class _Training:
             first = self.hosts.from_first(self.checkpoints.latest) if self.resume else None
             self.entropy = self.data.unigram_entropy()
             self._introduce(first, saved)
-            state = None if first is None else self._restore(first, saved)
+            earlier = self.folder.read_metrics()
+            state = None if first is None else self._restore(first, saved, earlier)
             self.folder.write_config(to_json(self.experiment))  # not before it is known to fit the checkpoint
             self.step = first or 0
-            earlier = self.folder.read_metrics()
             self.meter.carry_over(self.step, [*earlier, self.folder.read("time.json")])
             self._write_time()
             self.folder.truncate_after(self.step)
@@ -201,7 +201,7 @@ class _Training:
             return None
         return Pretrained(origin, self.program.abstract_params)
 
-    def _restore(self, step: int, saved: Experiment | None) -> Any:
+    def _restore(self, step: int, saved: Experiment | None, earlier: list[dict[str, Any]]) -> Any:
         metadata = self.checkpoints.metadata(step)
         if metadata["data"] != self.data.fingerprint:
             changed = difference(saved, self.experiment) if saved else {}
@@ -217,7 +217,7 @@ class _Training:
             steps = self.experiment.train.steps
             raise ConfigError("train.steps", steps, f"is before the checkpoint at step {step}", f"{step} or more")
         self.tokens, self.sequences = metadata["tokens"], metadata["sequences"]
-        for record in self.folder.read_metrics():
+        for record in earlier:
             self.train_loss = record.get("loss") or self.train_loss
             self.eval_loss = record.get("eval_loss", self.eval_loss)
         state = self.checkpoints.restore(step, self.program.abstract_state)

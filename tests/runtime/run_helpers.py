@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import shutil
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jaxpar.data import DataConfig, TextFiles
 from jaxpar.experiment import AdamWConfig, DecoderConfig, Experiment, MeshConfig, TrainConfig
@@ -56,6 +59,15 @@ class QuicklyCompiled(Program):
     @functools.cached_property
     def step(self) -> Any:
         return self.lower_step().compile(FAST_COMPILE)
+
+
+@contextlib.contextmanager
+def programs_from(make: Callable[[Experiment, list[Any]], Program]) -> Iterator[None]:
+    """In the block the loop gets its Programs from ``make``, and takes no time to measure the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Program", make)
+        patch.setattr(loop, "peak_flops", lambda devices: (1e12, "a test"))
+        yield
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from run_helpers import QuicklyCompiled, change, lines, steps_of, stop_after, tiny_experiment, write_text
+from run_helpers import QuicklyCompiled, change, lines, programs_from, steps_of, stop_after, tiny_experiment, write_text
 
 from jaxpar.experiment import MeshConfig, SamplesConfig
-from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.loop import train
 
@@ -137,9 +136,7 @@ def alone(tiny, tmp_path_factory):
         train(experiment, folder, jax.devices()[:4], quiet=True)
         return folder
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Program", QuicklyCompiled)
-        patch.setattr(loop, "peak_flops", lambda devices: (1e12, "a test"))
+    with programs_from(QuicklyCompiled):
         yield run
 
 

@@ -35,10 +35,9 @@ from run_helpers import (
     leaves,
     lines,
     poison,
+    programs_from,
     steps_of,
     stop_after,
-    tiny_experiment,
-    write_text,
 )
 
 from jaxpar.data import TextFiles
@@ -50,24 +49,6 @@ from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.hosts import one_host
 from jaxpar.runtime.loop import TrainingStopped, train
 from jaxpar.runtime.run_folder import RunFolder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    write_text(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(text):
-    """``tiny(mesh, zero, **train)``: an experiment."""
-    return functools.partial(tiny_experiment, text)
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    return jax.devices()[:1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,9 +63,7 @@ def shared_programs():
     def program(experiment, devices):
         return shared(change(experiment, "train", **between, max_skipped=1), tuple(devices))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Program", program)
-        patch.setattr(loop, "peak_flops", lambda devices: (1e12, "a test"))
+    with programs_from(program):
         yield
 
 

@@ -15,6 +15,7 @@ from run_helpers import (
     change,
     leaves,
     lines,
+    programs_from,
     stop_after,
     tiny_experiment,
     write_text,
@@ -40,9 +41,7 @@ def shared_programs():
     def shared(experiment, devices):
         return QuicklyCompiled(experiment, list(devices))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Program", lambda e, devices: shared(change(e, "train", **between), tuple(devices)))
-        patch.setattr(loop, "peak_flops", lambda devices: (1e12, "a test"))
+    with programs_from(lambda e, devices: shared(change(e, "train", **between), tuple(devices))):
         yield
 
 

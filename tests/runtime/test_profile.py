@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import warnings
@@ -17,27 +16,14 @@ from run_helpers import (
     change,
     leaves,
     lines,
+    programs_from,
     stop_after,
-    tiny_experiment,
-    write_text,
 )
 
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import TrainConfig
 from jaxpar.runtime import loop, profile
 from jaxpar.runtime.loop import train
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    write_text(path)
-    return functools.partial(tiny_experiment, path)
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    return jax.devices()[:1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,9 +36,7 @@ def shared_program():
             made["program"] = QuicklyCompiled(experiment, devices)
         return made["program"]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Program", program)
-        patch.setattr(loop, "peak_flops", lambda devices: (1e12, "a test"))
+    with programs_from(program):
         yield
 
 

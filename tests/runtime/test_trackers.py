@@ -14,10 +14,18 @@ import sys
 import time
 import types
 
-import jax
 import pytest
-from run_helpers import QuicklyCompiled, at_step, change, crash_after, lines, poison, stop_after, tiny_experiment
-from run_helpers import write_text as write
+from run_helpers import (
+    QuicklyCompiled,
+    at_step,
+    change,
+    crash_after,
+    lines,
+    poison,
+    programs_from,
+    stop_after,
+    tiny_experiment,
+)
 
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import TrackConfig
@@ -44,18 +52,6 @@ def offline(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    write(path)
-    return functools.partial(tiny_experiment, path)
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    return jax.devices()[:1]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def shared_program():
     """All runs here differ only in what the loop does between the steps of one Program."""
@@ -67,9 +63,7 @@ def shared_program():
             made["program"] = QuicklyCompiled(experiment, devices)
         return made["program"]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Program", program)
-        patch.setattr(loop, "peak_flops", lambda devices: (1e12, "a test"))
+    with programs_from(program):
         yield
 
 
