@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.experiment import Experiment
 from jaxpar.logical import LogicalAxes, of_one_layer
-from jaxpar.mesh.axes import make_mesh
-from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES, LeafLayout, place, spec
+from jaxpar.mesh.axes import make_mesh, torus_stages
+from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES, ZERO_AXIS, LeafLayout, place, spec
 from jaxpar.models.layout import is_variable
 from jaxpar.optim.routing import Group, group_of
 from jaxpar.parallel.attention import choose_kernel
-from jaxpar.parallel.collectives import Lent
+from jaxpar.parallel.collectives import Lent, ZeroCollectives
 from jaxpar.parallel.gradients import Reducer
 from jaxpar.parallel.layout import MeshLayout
 
@@ -68,11 +68,13 @@ class Program:
         self._describe_parameters()
         self._stored = self.tree([p.layout.stored for p in self.parameters])
         self._updated = self.tree([p.layout.updated for p in self.parameters])
-        self._reducer = Reducer(self._layouts, self.sizes)
+        zero = ZeroCollectives(torus_stages(self.mesh, ZERO_AXIS), jnp.dtype(experiment.train.reduce_dtype))
+        self._reducer = Reducer(self._layouts, self.sizes, zero)
         self._layout = MeshLayout(
             sizes=self.sizes,
             rules=experiment.rules,
             zero_dims=self.zero_dims,
+            zero=zero,
             dtype=self.dtype,
             kernel=self.kernel,
             remat_policy=experiment.train.remat,

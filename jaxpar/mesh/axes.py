@@ -49,16 +49,61 @@ class MeshConfig:
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any]) -> Any:
     """A ``jax.sharding.Mesh`` of all six axes, Explicit axis types.
 
-    TPU devices are laid out so that the inner axes are neighbours on the torus; others keep their order.
+    TPU devices are laid out so that the inner axes are neighbours on the torus; others keep their order. Several slices
+    lie along the first of data, fsdp and pipe whose size is a multiple of their number, so that only that axis
+    crosses the slow network between them.
     """
     import jax
     import numpy as np
 
     shape = [sizes[a] for a in MESH_AXES]
-    if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) == 1:
-        from jax.experimental import mesh_utils
-
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if devices[0].platform == "tpu":
+        by_slice: dict[int, list[Any]] = {}
+        for device in devices:
+            by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+        grid = _on_slices(sizes, list(by_slice.values()))
     else:
         grid = np.asarray(devices, dtype=object).reshape(shape)
     return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(MESH_AXES))
+
+
+def _on_slices(sizes: dict[str, int], slices: list[list[Any]]) -> Any:
+    """The grid of devices, each slice on its own torus."""
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    outer = next((a for a in ("data", "fsdp", "pipe") if sizes[a] % len(slices) == 0), None)
+    if outer is None or len({len(devices) for devices in slices}) > 1:
+        rule = f"is not a multiple of the {len(slices)} slices, and no other outer axis is"
+        raise ConfigError("mesh.data", sizes["data"], rule, f"multiples of {len(slices)}")
+    inner = [sizes[a] // (len(slices) if a == outer else 1) for a in MESH_AXES]
+    grids = [mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True) for devices in slices]
+    return np.concatenate(grids, axis=MESH_AXES.index(outer))
+
+
+def torus_stages(mesh: Any, axis: str) -> tuple[int, ...]:
+    """The axis as a product of torus dimensions, outermost first; one number where it follows a single dimension.
+
+    Moving along the axis, the last of them counts fastest. Devices without coordinates (CPU, GPU) have one.
+    """
+    import numpy as np
+
+    line = np.moveaxis(mesh.devices, MESH_AXES.index(axis), 0)[:, 0, 0, 0, 0, 0]
+    if line[0].platform != "tpu":
+        return (len(line),)
+    places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords, d.core_on_chip) for d in line])
+    stages: list[int] = []
+    while len(places) > 1:
+        moving = np.logical_or.accumulate(places != places[0]).sum(axis=1)  # coordinates that have moved by then
+        run = int((moving <= 1).sum())
+        if len(places) % run or not _repeats(places, run):
+            run = len(places)
+        stages.insert(0, run)
+        places = places[::run]
+    return tuple(stages) or (1,)
+
+
+def _repeats(places: Any, run: int) -> bool:
+    """Whether every ``run`` places are the first ones, moved as a whole."""
+    blocks = places.reshape(-1, run, places.shape[1])
+    return bool(((blocks - blocks[:, :1]) == (blocks[:1] - blocks[:1, :1])).all())

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax.ad_checkpoint import checkpoint_name
+
 from jaxpar.compat import as_varying, varying_axes
 
 CHUNK = 512
@@ -214,7 +216,7 @@ def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, R, chunk, aligned):
     total = jnp.maximum(total, 1e-30)
     o_cut = (acc / total[..., None]).swapaxes(2, 3).astype(q.dtype)
     lse = top + jnp.log(total)
-    o = _join(o_cut)
+    o, lse = checkpoint_name(_join(o_cut), "attended"), checkpoint_name(lse, "attended")
     return o, (q, k, v, q_seg, k_seg, q_offset, o, lse)
 
 

@@ -174,15 +174,17 @@ class Decoder(nnx.Module):
         ``cache``: arrays with a leading axis of layers, or None; the third result is what the layers keep, likewise.
         """
         table_VD = layout.gather(self.embedding).table[...]
-        x_BSD = layout.embed(table_VD, tokens_BS)
+        with jax.named_scope("embedding"):
+            x_BSD = layout.embed(table_VD, tokens_BS)
         if self.config.embed_scale:
             x_BSD = x_BSD * jnp.asarray(self.config.embed**0.5, x_BSD.dtype)
         graph, params = nnx.split(self.layers)
 
         def layer(mask: Mask, cos: jax.Array, sin: jax.Array, x_BSD: jax.Array, of_layer: Any) -> tuple[jax.Array, Any]:
             params, cache = of_layer
-            own = layout.gather(nnx.merge(graph, params))
-            return own(x_BSD, cos, sin, lambda q, k, v: attend(q, k, v, mask, cache), layout)
+            with jax.named_scope("layers"):
+                own = layout.gather(nnx.merge(graph, params))
+                return own(x_BSD, cos, sin, lambda q, k, v: attend(q, k, v, mask, cache), layout)
 
         kinds = [
             functools.partial(layer, mask, *rope.tables(config, self.config.width_of_head, positions_BS))

@@ -72,16 +72,21 @@ class Attention(nnx.Module):
         self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, layout: Layout
     ) -> tuple[jax.Array, Any]:
         x_BSD = layout.enter(x_BSD, "heads")
-        q_BSHK = jnp.einsum("bsd,dhk->bshk", x_BSD, self.q[...])
-        k_BSGK = jnp.einsum("bsd,dgk->bsgk", x_BSD, self.k[...])
-        v_BSGK = jnp.einsum("bsd,dgk->bsgk", x_BSD, self.v[...])
+        with jax.named_scope("q"):
+            q_BSHK = jnp.einsum("bsd,dhk->bshk", x_BSD, self.q[...])
+        with jax.named_scope("k"):
+            k_BSGK = jnp.einsum("bsd,dgk->bsgk", x_BSD, self.k[...])
+        with jax.named_scope("v"):
+            v_BSGK = jnp.einsum("bsd,dgk->bsgk", x_BSD, self.v[...])
         q_BSHK, k_BSGK, v_BSGK = _add(q_BSHK, self.q_bias), _add(k_BSGK, self.k_bias), _add(v_BSGK, self.v_bias)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = rope.rotate(q_BSHK, cos, sin), rope.rotate(k_BSGK, cos, sin)
         q_BSHK, k_BSGK, v_BSGK = (checkpoint_name(x, "qkv") for x in (q_BSHK, k_BSGK, v_BSGK))
-        o_BSHK, kept = attend(q_BSHK, k_BSGK, v_BSGK)
-        y_BSD = layout.leave(jnp.einsum("bshk,hkd->bsd", o_BSHK, self.o[...]), "heads")
+        with jax.named_scope("attend"):
+            o_BSHK, kept = attend(q_BSHK, k_BSGK, v_BSGK)
+        with jax.named_scope("o"):
+            y_BSD = layout.leave(jnp.einsum("bshk,hkd->bsd", o_BSHK, self.o[...]), "heads")
         return _add(y_BSD, self.o_bias), kept
 
 
@@ -99,9 +104,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, layout: Layout) -> jax.Array:
         x_BSD = layout.enter(x_BSD, "mlp")
-        h_BSF = _add(x_BSD @ self.up[...], self.up_bias)
-        h_BSF = self.activation(h_BSF) if self.gate is None else self.activation(x_BSD @ self.gate[...]) * h_BSF
-        return _add(layout.leave(h_BSF @ self.down[...], "mlp"), self.down_bias)
+        with jax.named_scope("up"):
+            h_BSF = _add(x_BSD @ self.up[...], self.up_bias)
+        with jax.named_scope("gate"):
+            h_BSF = self.activation(h_BSF) if self.gate is None else self.activation(x_BSD @ self.gate[...]) * h_BSF
+        with jax.named_scope("down"):
+            return _add(layout.leave(h_BSF @ self.down[...], "mlp"), self.down_bias)
 
 
 class DecoderLayer(nnx.Module):
@@ -122,7 +130,11 @@ class DecoderLayer(nnx.Module):
         self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, layout: Layout
     ) -> tuple[jax.Array, Any]:
         """The residual after this layer, and what ``attend`` keeps of it."""
-        y_BSD, kept = self.attention(self.attention_norm(x_BSD), cos, sin, attend, layout)
-        x_BSD = x_BSD + (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
-        y_BSD = self.mlp(self.mlp_norm(x_BSD), layout)
-        return x_BSD + (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)), kept
+        with jax.named_scope("attention"):
+            y_BSD, kept = self.attention(self.attention_norm(x_BSD), cos, sin, attend, layout)
+            y_BSD = y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD)
+        x_BSD = checkpoint_name(x_BSD + y_BSD, "attended")
+        with jax.named_scope("mlp"):
+            y_BSD = self.mlp(self.mlp_norm(x_BSD), layout)
+            y_BSD = y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)
+        return x_BSD + y_BSD, kept

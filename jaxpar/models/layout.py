@@ -51,10 +51,10 @@ class Layout(Protocol):
 def map_parameters(module: M, function: Callable[[tuple[str, ...], Any], Any]) -> M:
     """The module with every parameter's value replaced by ``function(logical_axes, value)``."""
     graph, params = nnx.split(module)
-    values = [
-        variable.replace(function(variable.get_metadata("logical_axes"), variable.get_value()))
-        for variable in jax.tree.leaves(params, is_leaf=is_variable)
-    ]
+    values = []
+    for path, variable in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable):
+        with jax.named_scope(".".join(str(key.key) for key in path)):
+            values.append(variable.replace(function(variable.get_metadata("logical_axes"), variable.get_value())))
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_variable), values))
 
 

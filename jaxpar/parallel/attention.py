@@ -99,5 +99,6 @@ def _splash_kernel(seq_len: int, heads: int, mask: Mask, interpret: bool) -> Any
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=mask.softcap,
+        residual_checkpoint_name="attended",
         interpret=interpret,
     )

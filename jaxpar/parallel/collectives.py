@@ -1,33 +1,71 @@
-"""Weight gathers whose backward pass is a reduce-scatter in fp32."""
+"""Collectives over the ZeRO axis, staged along the torus; weight gathers whose backward pass is a reduce-scatter."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.mesh.rules import ZERO_AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroCollectives:
+    """All-gather and reduce-scatter over the ZeRO axis, in one or more stages.
+
+    ``stages``: the axis as a product of torus dimensions, outermost first. Over one flat axis that spans several of
+    them XLA:TPU turns a large reduce-scatter into an all-reduce and a slice, twice the bytes; dimension by dimension it
+    stays what it is. A single stage is the plain collective. Bytes on the wire are the same in any number of stages.
+    """
+
+    stages: tuple[int, ...]
+    reduce_dtype: Any = jnp.float32  # what gradients are in while devices add them
+
+    def _groups(self) -> list[list[list[int]] | None]:
+        """Of each stage, outermost first: the devices along the axis that differ in that dimension alone."""
+        if len(self.stages) == 1:
+            return [None]
+        groups, size = [], math.prod(self.stages)
+        for i, ways in enumerate(self.stages):
+            stride = math.prod(self.stages[i + 1 :])
+            first = [d for d in range(size) if d // stride % ways == 0]
+            groups.append([[d + k * stride for k in range(ways)] for d in first])
+        return groups
+
+    def all_gather(self, shard: jax.Array, dim: int) -> jax.Array:
+        """Concatenate the shards along ``dim``: the innermost torus dimension first."""
+        for groups in reversed(self._groups()):
+            shard = jax.lax.all_gather(shard, ZERO_AXIS, axis=dim, tiled=True, axis_index_groups=groups)
+        return shard
+
+    def reduce_scatter(self, whole: jax.Array, dim: int) -> jax.Array:
+        """This device's shard of the sum, in fp32; the outermost torus dimension first."""
+        whole = whole.astype(self.reduce_dtype)
+        for groups in self._groups():
+            whole = jax.lax.psum_scatter(
+                whole, ZERO_AXIS, scatter_dimension=dim, tiled=True, axis_index_groups=groups
+            )
+        return whole.astype(jnp.float32)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_weight(shard: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
-    """ZeRO-3: all-gather ``shard`` along ``dim`` over mesh ``axis`` in ``dtype``.
+def gather_weight(shard: jax.Array, zero: ZeroCollectives, dim: int, dtype: Any) -> jax.Array:
+    """ZeRO-3: all-gather ``shard`` along ``dim`` over the ZeRO axis in ``dtype``.
 
-    Backward: the gradient is reduce-scattered over ``axis`` in fp32, so each device gets its shard of the sum.
+    Backward: the gradient is reduce-scattered over the same axis, so each device gets its shard of the sum.
     """
-    return jax.lax.all_gather(shard.astype(dtype), axis, axis=dim, tiled=True)
+    return zero.all_gather(shard.astype(dtype), dim)
 
 
-def _gather_forward(shard: jax.Array, axis: str, dim: int, dtype: Any) -> tuple[jax.Array, None]:
-    return gather_weight(shard, axis, dim, dtype), None
+def _gather_forward(shard: jax.Array, zero: ZeroCollectives, dim: int, dtype: Any) -> tuple[jax.Array, None]:
+    return gather_weight(shard, zero, dim, dtype), None
 
 
-def _scatter(axis: str, dim: int, g: jax.Array) -> jax.Array:
-    return jax.lax.psum_scatter(g.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
-
-
-gather_weight.defvjp(_gather_forward, lambda axis, dim, dtype, _, g: (_scatter(axis, dim, g),))
+gather_weight.defvjp(_gather_forward, lambda zero, dim, dtype, _, g: (zero.reduce_scatter(g, dim),))
 
 
 @jax.tree_util.register_dataclass
@@ -40,19 +78,21 @@ class Lent:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def read_lent(whole: jax.Array, shard: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
+def read_lent(whole: jax.Array, shard: jax.Array, zero: ZeroCollectives, dim: int, dtype: Any) -> jax.Array:
     """The whole parameter in ``dtype``, no collective.
 
-    Backward: its gradient leaves as a reduce-scatter over ``axis``, in fp32, to ``shard``.
+    Backward: its gradient leaves as a reduce-scatter over the ZeRO axis to ``shard``.
     """
     return whole.astype(dtype)
 
 
-def _read_forward(whole: jax.Array, shard: jax.Array, axis: str, dim: int, dtype: Any) -> tuple[jax.Array, None]:
+def _read_forward(
+    whole: jax.Array, shard: jax.Array, zero: ZeroCollectives, dim: int, dtype: Any
+) -> tuple[jax.Array, None]:
     return whole.astype(dtype), None
 
 
-read_lent.defvjp(_read_forward, lambda axis, dim, dtype, _, g: (None, _scatter(axis, dim, g)))
+read_lent.defvjp(_read_forward, lambda zero, dim, dtype, _, g: (None, zero.reduce_scatter(g, dim)))
 
 
 def local_shard(whole: jax.Array, axis: str, dim: int) -> jax.Array:

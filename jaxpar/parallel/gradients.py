@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxpar.compat import as_varying
 from jaxpar.mesh.axes import MESH_AXES
 from jaxpar.mesh.rules import BATCH_AXES, SEQ_AXES, ZERO_AXIS, LeafLayout, live, unsplit_axes
-from jaxpar.parallel.collectives import Lent, local_shard
+from jaxpar.parallel.collectives import Lent, ZeroCollectives, local_shard
 
 Batch = dict[str, jax.Array]
 Objective = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # (parameters, batch) -> shares of (objective, loss)
@@ -37,6 +37,7 @@ class Reducer:
 
     layouts: Any
     sizes: dict[str, int]
+    zero: ZeroCollectives
 
     def valid_tokens(self, mask: jax.Array) -> jax.Array:
         """Number of valid tokens of the whole global batch, in fp32; a psum over the batch and sequence axes."""
@@ -100,6 +101,6 @@ class Reducer:
 
     def _reduce(self, grad: jax.Array, layout: LeafLayout) -> jax.Array:
         if layout.stage == 1 and layout.zero_dim is not None:
-            grad = jax.lax.psum_scatter(grad, ZERO_AXIS, scatter_dimension=layout.zero_dim, tiled=True)
+            grad = self.zero.reduce_scatter(grad, layout.zero_dim)
         axes = unsplit_axes(layout.updated, self.sizes)
         return jax.lax.psum(grad, axes) if axes else grad

@@ -19,11 +19,11 @@ from jaxpar.mesh.rules import ZERO_AXIS, ShardingRules, live
 from jaxpar.models.attention import Mask, attention
 from jaxpar.models.layout import lookup, map_parameters, parameter_dtype
 from jaxpar.parallel.attention import Kernel, run_kernel
-from jaxpar.parallel.collectives import Lent, gather_weight, read_lent
+from jaxpar.parallel.collectives import Lent, ZeroCollectives, gather_weight, read_lent
 from jaxpar.parallel.cross_entropy import cross_entropy, default_chunk
 
 M = TypeVar("M", bound=nnx.Module)
-Remat = Literal["none", "dots", "qkv", "full"]
+Remat = Literal["none", "dots", "qkv", "attention", "full"]
 WEIGHT = "weight"  # gathered or cast: cheaper to make again than to keep for every layer
 
 
@@ -34,6 +34,7 @@ class MeshLayout:
     sizes: dict[str, int]  # of the mesh axes
     rules: ShardingRules
     zero_dims: dict[LogicalAxes, int | None]  # of one layer's leaf: the dimension cut at ZeRO 2 or 3, none: never
+    zero: ZeroCollectives
     dtype: Any  # compute dtype
     kernel: Kernel
     remat_policy: Remat
@@ -50,9 +51,9 @@ class MeshLayout:
             dtype, dim = parameter_dtype(axes, self.dtype), self.zero_dims[axes]
             if isinstance(value, Lent):
                 assert dim is not None
-                return read_lent(value.whole, value.shard, ZERO_AXIS, dim, dtype)
+                return read_lent(value.whole, value.shard, self.zero, dim, dtype)
             gathering = self.rules.zero == 3 and dim is not None
-            weight = gather_weight(value, ZERO_AXIS, dim, dtype) if gathering else value.astype(dtype)
+            weight = gather_weight(value, self.zero, dim, dtype) if gathering else value.astype(dtype)
             return jax.ad_checkpoint.checkpoint_name(weight, WEIGHT) if weight is not value else value
 
         return map_parameters(module, whole)
@@ -120,7 +121,7 @@ class MeshLayout:
         """What the backward pass recomputes.
 
         ``none``: nothing but gathers and casts of weights; ``dots``: all but matrix products; ``qkv``: all but the
-        inputs of attention; ``full``: everything from the layer's input. Outside a loop the compiler would find the
+        inputs of attention; ``attention``: all but its output and what the MLP begins with; ``full``: everything from the layer's input. Outside a loop the compiler would find the
         values again in the forward pass and keep them, so there a barrier stands between the two.
         """
         policies = jax.checkpoint_policies
@@ -130,6 +131,8 @@ class MeshLayout:
             policy = policies.dots_with_no_batch_dims_saveable
         elif self.remat_policy == "qkv":
             policy = policies.save_only_these_names("qkv")
+        elif self.remat_policy == "attention":
+            policy = policies.save_only_these_names("attended")
         elif self.dtype != jnp.float32 or (self.rules.zero == 3 and self.sizes[ZERO_AXIS] > 1):
             policy = _all_but_weights
         else:

@@ -1,0 +1,118 @@
+"""Bytes on each device: what lies there between steps, what a step adds, and the largest buffers by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.program import Program
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes on one device of arrays with shapes, dtypes and shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
+    """Bytes on each device by class; they add up to ``total``.
+
+    ``total`` is XLA's own sum, arguments + outputs - aliases + temporaries + code (``memory_analysis``). ``parameters``,
+    ``optimizer`` (with the step counters) and ``batch`` are the sums of the shards' bytes. ``gradients``: in fp32, where
+    the optimizer has them. ``activations``: the temporaries without them. ``padding``: what XLA's layouts add to the
+    arguments, and outputs that are no argument's memory. Besides, ``peak``: the most that is live at once, by XLA's
+    count, which is less than ``total`` where XLA lays temporaries over each other only on the device (TPU).
+    """
+    memory = compiled.memory_analysis()
+    state, batch = program.abstract_state, program.abstract_batch
+    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = memory.argument_size_in_bytes + fresh + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    rest = {name: value for name, value in state.items() if name != "params"}
+    of = {"parameters": shard_bytes(state["params"]), "optimizer": shard_bytes(rest), "batch": shard_bytes(batch)}
+    gradients = min(_gradient_bytes(program), memory.temp_size_in_bytes)
+    of |= {"gradients": gradients, "activations": memory.temp_size_in_bytes - gradients}
+    of |= {"code": memory.generated_code_size_in_bytes}
+    of["padding"] = total - sum(of.values())
+    tpu = program.platform == "tpu"  # elsewhere XLA's peak leaves temporaries out
+    return {"total": total, "peak": memory.peak_memory_in_bytes if tpu else total, **of}
+
+
+def _gradient_bytes(program: Program) -> int:
+    from jax.sharding import NamedSharding
+
+    return sum(
+        4 * math.prod(NamedSharding(program.mesh, p.layout.updated).shard_shape(p.shape)) for p in program.parameters
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A piece of a device's memory, and the largest of the values that lie in it one after the other."""
+
+    bytes: int
+    shape: str
+    name: str
+
+
+def largest_buffers(dump: Path, op_names: dict[str, str], most: int = 12) -> list[Buffer]:
+    """The largest buffers of a program, from the buffer assignment that XLA wrote into the folder ``dump``.
+
+    ``op_names``: of the program's instructions. Values at the same place share one buffer.
+    """
+    places: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
+    allocation, in_hbm = 0, False
+    for line in _assignment(dump):
+        if found := re.match(r"allocation (\d+): size \d+,(.*)", line):
+            allocation, in_hbm = int(found[1]), "color" not in found[2]
+        elif in_hbm and (found := _VALUE.match(line)):
+            name, size, offset, shape = found[1], int(found[2]), int(found[3]), found[4]
+            places.setdefault((allocation, offset, size), []).append((name, shape))
+    largest = sorted(places.items(), key=lambda item: -item[0][2])[:most]
+    return [
+        Buffer(size, values[0][1].partition("{")[0], _telling([op_names.get(name, "") for name, _ in values]))
+        for (_, _, size), values in largest
+    ]
+
+
+_VALUE = re.compile(r" value: <\d+ ([^ {]+)\S*(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
+
+
+def _assignment(dump: Path) -> list[str]:
+    """The lines of the step's buffer assignment: the largest file, should others have been compiled too."""
+    files = sorted(dump.glob("*buffer-assignment.txt"), key=lambda file: file.stat().st_size)
+    return files[-1].read_text(errors="replace").splitlines() if files else []
+
+
+def _telling(op_names: list[str]) -> str:
+    """Of the operations that write to one buffer, the one that says most about what it is."""
+    readable = [name for name in map(readable_name, op_names) if name]
+    return max(readable, key=len, default="a constant or a copy")
+
+
+_NOISE = re.compile(r"jit\([^)]*\)|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|jvp\(\)|transpose\(jvp\(\)\)|")
+
+
+def readable_name(op_name: str) -> str:
+    """``backward: layers.attention bshk,hkd->bsd dot_general`` of XLA's name of an operation.
+
+    An argument's name, such as ``state['params']['layers']['mlp']['up']``, becomes ``params.layers.mlp.up``.
+    """
+    op_name = op_name.replace("\\'", "'")
+    if op_name.startswith(("state[", "batch[", "scalars[")):
+        keys = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", op_name)
+        return ".".join(a or b for a, b in keys if not (a or b).isdigit())
+    parts = op_name.split("/")
+    phase = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
+    if "rematted_computation" in parts:
+        phase = "recomputed"
+    kept: list[str] = []
+    for part in parts:
+        inner = re.fullmatch(r"(?:transpose\()?(?:jvp\()(.*?)\)+", part)
+        part = inner[1] if inner else part
+        if part and part != "rematted_computation" and not _NOISE.fullmatch(part):
+            kept.append(re.sub(r"^jit\((.*)\)$", r"\1", part))
+    return f"{phase}: {'.'.join(kept[:-1])} {kept[-1]}".strip(": ") if kept else phase
