@@ -12,7 +12,9 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.cli import _experiment, _new_run, main
+from jaxpar.cli import main
+from jaxpar.cli.arguments import experiment_of
+from jaxpar.cli.train import new_run
 from jaxpar.data.tokenizers import ByteTokenizer
 from jaxpar.experiment import Experiment
 from jaxpar.runtime.checkpoints import Checkpoints
@@ -286,7 +288,7 @@ def test_train_show_and_resume(here, refused, capfd):
     assert main([*more, "--quiet"]) == 1
     assert capfd.readouterr().err == ("jaxpar: the curve could not be drawn: Is a directory; the run itself is whole\n")
 
-    assert _new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
+    assert new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
@@ -312,7 +314,7 @@ def test_a_reader_that_goes_away_is_no_traceback(here):
 
 def test_the_experiment_of_the_file_is_what_the_command_trains(here):
     """Flags and file meet in one object, whatever their order."""
-    experiment = _experiment("tiny.py", False, ["--optim.schedule.warmup_steps=7", "--optim.learning_rate", "3e-4"])
+    experiment = experiment_of("tiny.py", False, ["--optim.schedule.warmup_steps=7", "--optim.learning_rate", "3e-4"])
     assert isinstance(experiment, Experiment)
     assert (experiment.optim.learning_rate, experiment.optim.schedule.warmup_steps) == (3e-4, 7)
     assert experiment.train.steps == 4
