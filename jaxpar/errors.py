@@ -40,7 +40,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def divisors(number: int, most: int = 12) -> str:
-    """The divisors of ``number`` as text, for the *legal* part of a message."""
+def divisors(number: int) -> str:
+    """The first divisors of ``number`` as text, for the *legal* part of a message."""
     found = [d for d in range(1, number + 1) if number % d == 0] if number <= 1 << 20 else [1]
-    return ", ".join(map(str, found[:most])) + (", ..." if len(found) > most else "")
+    return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")

@@ -33,6 +33,7 @@ from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import Tokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.user_cache import user_cache
+from jaxpar.words import Say
 
 KEEP_DAYS = 30
 
@@ -40,9 +41,6 @@ _FORMAT = 1  # part of the key: raise it when the files, or what a source reads 
 _PLAIN_TEXT = {"", ".txt", ".text", ".md", ".py", ".json", ".jsonl"}  # suffixes of files about as large as their text
 _NEW = "new-"
 _OURS = re.compile(f"({_NEW})?[0-9a-f]{{24}}")  # names of folders: the cache may be in a folder that holds other things
-
-Say = Callable[[str], None]
-"""Called with a line for the user."""
 
 
 def cache_folder(cache: str | None) -> Path | None:

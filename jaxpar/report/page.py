@@ -19,11 +19,12 @@ import numpy as np
 from jaxpar import __version__
 from jaxpar.errors import ConfigError
 from jaxpar.report.bars import draw_bars, memory_classes
-from jaxpar.report.canvas import PALETTE, Drawing, Key, bytes_text, duration, styles
+from jaxpar.report.canvas import PALETTE, Drawing, Key, styles
 from jaxpar.report.curves import draw_curves
 from jaxpar.report.runs import Run, Series, group_seeds, printable, read_runs
 from jaxpar.runtime.run_folder import replace_file
 from jaxpar.serialize import difference, flatten, word
+from jaxpar.words import bytes_text, duration
 
 ABSENT = "–"
 

@@ -26,13 +26,13 @@ from jaxpar.weights.files import DTYPES, Folder, Planned, write
 from jaxpar.weights.names import EMBEDDING, HEAD, Leaf, leaves
 from jaxpar.weights.translate import architecture_of, canonical, from_huggingface, to_huggingface
 from jaxpar.weights.verify import host_device, require_transformers, verify
+from jaxpar.words import Say
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
 )  # fmt: skip
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-Say = Callable[[str], None]
 
 
 def import_folder(

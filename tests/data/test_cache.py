@@ -137,7 +137,7 @@ def test_a_second_start_reads_no_input(config, want):
 def test_what_the_cache_does_not_depend_on(config, want):
     build(config)
     sources = (replace(config.sources[0], weight=9.0), config.sources[1])
-    other = replace(config, sources=sources, packing="first_fit", eval_fraction=0.5, mask_documents=False, workers=1)
+    other = replace(config, sources=sources, packing="best_fit", eval_fraction=0.5, mask_documents=False, workers=1)
     got, said = build(other, seed=1)
     assert all("from the cache" in line for line in said)
     assert same(got, build(replace(other, cache=None), seed=1)[0])
@@ -430,7 +430,7 @@ def test_where_it_is(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_worker_gets_paths(config, cached, packing):
     """300 documents or 300,000: what a worker is sent is as small."""
     config = replace(config, packing=packing, workers=1, cache=config.cache if cached else None)
