@@ -1,12 +1,16 @@
 """The one way jaxpar says no: a single line, before anything is compiled.
 
-Every check of a user's input raises ``ConfigError``; the command line prints its one line and exits with code 2.
+Every check of a user's input raises ``ConfigError``; the command line prints its one line and exits with code 2. What
+fails with nothing wrong in the input is a ``RunError``, with code 1.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class JaxparError(Exception):
@@ -26,6 +30,23 @@ class ConfigError(JaxparError, ValueError):
         self.field, self.value, self.rule, self.legal = field, value, rule, legal
         tail = "" if legal is None else f" (legal: {legal})"
         super().__init__(f"{field}: {_show(value)} {rule}{tail}")
+
+
+class RunError(JaxparError):
+    """It fails, and not for what was asked: a full disk, a damaged checkpoint, a lost host."""
+
+    exit_code = 1
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether the disk is full or broken, with nothing wrong with the path."""
+    return error.errno in _OF_THE_DISK
+
+
+def cannot_write(field: str, path: object, error: OSError) -> JaxparError:
+    """The error to raise where what ``field`` names, ``path``, cannot be written."""
+    rule = f"cannot be written: {error.strerror}"
+    return RunError(f"{field}: {path} {rule}") if is_of_the_disk(error) else ConfigError(field, str(path), rule)
 
 
 def _show(value: object) -> str:

@@ -23,7 +23,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from jaxpar.errors import ConfigError, JaxparError, did_you_mean
+from jaxpar.errors import ConfigError, JaxparError, did_you_mean, is_of_the_disk
 
 COMMANDS = {  # the function of each, by module of this package; its module is imported when it is asked for
     "train": "train.run",
@@ -40,7 +40,7 @@ COMMANDS = {  # the function of each, by module of this package; its module is i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (the run or the comparison failed) or 2 (the input is wrong)."""
+    """Run one command; the exit code is 0, 1 (the run, the disk or the comparison failed) or 2 (the input is wrong)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -70,9 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # who read the output has gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
-    except OSError as error:  # a path that cannot be looked at
+    except OSError as error:  # a path that cannot be looked at, or a full disk
         print(f"jaxpar: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
-        return 2
+        return 1 if is_of_the_disk(error) else 2
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

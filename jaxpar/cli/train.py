@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.arguments import experiment_of, folder_of, parse, parser_of, split
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError
 from jaxpar.serialize import flatten
 
 
@@ -57,7 +57,7 @@ def _train_on(hosts: Any, experiment: Any, name: str, options: argparse.Namespac
     try:
         figure = draw_loss(run)
     except OSError as error:
-        raise TrainingStopped(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
+        raise RunError(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
     if figure and not options.quiet:
         print(f"curve    {figure}")
     return 0

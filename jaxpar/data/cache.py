@@ -31,7 +31,7 @@ from jaxpar.data.files import look, refuse_change, what_changed
 from jaxpar.data.mapped import TemporaryFolder
 from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import Tokenizer
-from jaxpar.errors import JaxparError
+from jaxpar.errors import RunError
 from jaxpar.user_cache import user_cache
 from jaxpar.words import Say
 
@@ -61,7 +61,7 @@ def read_corpus(
     """The corpus of ``source``: from the folder ``cache`` if it is there, else read, tokenised and put there.
 
     Without a cache, or where it cannot be written, the corpus is in temporary files for as long as it is needed.
-    Raise ``ConfigError`` as ``write_corpus`` does and for files that change meanwhile, and ``JaxparError`` when no disk
+    Raise ``ConfigError`` as ``write_corpus`` does and for files that change meanwhile, and ``RunError`` when no disk
     takes it.
     """
     wanted = _Wanted(source, field, tokenizer)
@@ -76,7 +76,7 @@ def read_corpus(
         return open_corpus(folder.path, source.name, folder, origin)
     except (CannotWrite, Damaged) as error:
         rule = f"the tokens do not go into {folder.path.parent}: {error}"
-        raise JaxparError(f"{field}: {rule}; set data.cache or TMPDIR to a folder on another disk") from error
+        raise RunError(f"{field}: {rule}; set data.cache or TMPDIR to a folder on another disk") from error
 
 
 class _Wanted:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.packing import Batch
-from jaxpar.errors import JaxparError
+from jaxpar.errors import RunError
 
 _NO_LAST_STEP = 2**62
 
@@ -81,7 +81,7 @@ class Loader:
         except RuntimeError as error:  # grain's word for a process that was killed, such as for want of memory
             if "terminated unexpectedly" not in str(error):
                 raise
-            raise JaxparError(f"data.workers: a process that loads data was killed: {error}") from error
+            raise RunError(f"data.workers: a process that loads data was killed: {error}") from error
 
     def close(self) -> None:
         """End the background work; the loader gives no more batches."""

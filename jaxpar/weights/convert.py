@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.tokenizers import load_tokenizer
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, cannot_write
 from jaxpar.experiment import AdamWConfig, DataConfig, Experiment, MeshConfig, TrainConfig
 from jaxpar.optim.schedules import ScheduleConfig
 from jaxpar.program import Program
@@ -122,7 +122,7 @@ def export_run(
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("HF_FOLDER", str(target), f"cannot be written: {error.strerror}") from error
+        raise cannot_write("HF_FOLDER", target, error) from error
     files = write(target, _planned(parts, values, dtypes), max_shard_bytes)
     note = _write_tokenizer(experiment, folder, target)
     usual = Counter(dtypes.values()).most_common(1)[0][0]

@@ -22,7 +22,7 @@ from jaxpar.data import DataConfig, JsonLines, TextFiles, build_data, corpus
 from jaxpar.data.cache import KEEP_DAYS, cache_folder
 from jaxpar.data.corpus import CannotWrite
 from jaxpar.data.mapped import TemporaryFolder
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, RunError
 
 DOCUMENTS = [f"document {number} " * (1 + number % 9) for number in range(300)]
 LONG_AGO = (KEEP_DAYS + 1) * 24 * 3600
@@ -330,7 +330,7 @@ def test_no_disk_takes_it(config):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(JaxparError, match=r"^data.sources.0: the tokens do not go into .*: File too large; set "):
+        with pytest.raises(RunError, match=r"^data.sources.0: the tokens do not go into .*: File too large; set "):
             build(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -491,6 +491,6 @@ def test_a_worker_that_is_killed_is_one_line(config):
         next(loader)
         for process in multiprocessing.active_children():
             process.kill()
-        with pytest.raises(JaxparError, match=r"^data.workers: a process that loads data was killed"):
+        with pytest.raises(RunError, match=r"^data.workers: a process that loads data was killed"):
             for _ in range(100):
                 next(loader)
