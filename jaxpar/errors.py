@@ -1,12 +1,16 @@
 """The one way jaxpar says no: a single line, before anything is compiled.
 
-Every check of a user's input raises ``ConfigError``; the command line prints its one line and exits with code 2.
+Every check of a user's input raises ``ConfigError``; the command line prints its one line and exits with code 2. What
+fails with nothing wrong in the input is a ``RunError``, with code 1.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class JaxparError(Exception):
@@ -28,6 +32,23 @@ class ConfigError(JaxparError, ValueError):
         super().__init__(f"{field}: {_show(value)} {rule}{tail}")
 
 
+class RunError(JaxparError):
+    """It fails, and not for what was asked: a full disk, a damaged checkpoint, a lost host."""
+
+    exit_code = 1
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether the disk is full or broken, with nothing wrong with the path."""
+    return error.errno in _OF_THE_DISK
+
+
+def cannot_write(field: str, path: object, error: OSError) -> JaxparError:
+    """The error to raise where what ``field`` names, ``path``, cannot be written."""
+    rule = f"cannot be written: {error.strerror}"
+    return RunError(f"{field}: {path} {rule}") if is_of_the_disk(error) else ConfigError(field, str(path), rule)
+
+
 def _show(value: object) -> str:
     """One line of the value, shortened."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split())
@@ -40,7 +61,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def divisors(number: int, most: int = 12) -> str:
-    """The divisors of ``number`` as text, for the *legal* part of a message."""
+def divisors(number: int) -> str:
+    """The first divisors of ``number`` as text, for the *legal* part of a message."""
     found = [d for d in range(1, number + 1) if number % d == 0] if number <= 1 << 20 else [1]
-    return ", ".join(map(str, found[:most])) + (", ..." if len(found) > most else "")
+    return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")

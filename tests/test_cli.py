@@ -12,7 +12,9 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.cli import _experiment, _new_run, main
+from jaxpar.cli import main
+from jaxpar.cli.arguments import experiment_of
+from jaxpar.cli.train import new_run
 from jaxpar.data.tokenizers import ByteTokenizer
 from jaxpar.experiment import Experiment
 from jaxpar.runtime.checkpoints import Checkpoints
@@ -286,7 +288,13 @@ def test_train_show_and_resume(here, refused, capfd):
     assert main([*more, "--quiet"]) == 1
     assert capfd.readouterr().err == ("jaxpar: the curve could not be drawn: Is a directory; the run itself is whole\n")
 
-    assert _new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
+    for file in (run / "checkpoints" / "step_6").rglob("d/*"):
+        file.write_bytes(b"x" * file.stat().st_size)
+    assert main(["generate", "runs/tiny", "--devices", "1"]) == 1  # the disk's fault, not the user's
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and "is damaged: its contents are not what was written" in err
+
+    assert new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
@@ -298,21 +306,30 @@ def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
     assert Checkpoints(here / "run" / "checkpoints").latest() == 3
 
 
-def test_a_reader_that_goes_away_is_no_traceback(here):
-    """``jaxpar show tiny.py | head -1``"""
+def output_into(writing):
+    """Exit code and stderr of ``jaxpar show tiny.py --help`` with its output in the open file ``writing``."""
     code = "import sys; from jaxpar.cli import main; sys.exit(main(['show', 'tiny.py', '--help']))"
-    root = Path(jaxpar.__file__).parents[1]
-    reading, writing = os.pipe()
-    os.close(reading)
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, env=environment)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (141, b"")
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback(here):
+    """``jaxpar show tiny.py | head -1``"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert output_into(writing) == (141, b"")
+
+
+def test_a_full_disk_is_no_fault_of_the_input(here):
+    """``jaxpar show tiny.py > file``"""
+    assert output_into(os.open("/dev/full", os.O_WRONLY)) == (1, b"jaxpar: output: No space left on device\n")
 
 
 def test_the_experiment_of_the_file_is_what_the_command_trains(here):
     """Flags and file meet in one object, whatever their order."""
-    experiment = _experiment("tiny.py", False, ["--optim.schedule.warmup_steps=7", "--optim.learning_rate", "3e-4"])
+    experiment = experiment_of("tiny.py", False, ["--optim.schedule.warmup_steps=7", "--optim.learning_rate", "3e-4"])
     assert isinstance(experiment, Experiment)
     assert (experiment.optim.learning_rate, experiment.optim.schedule.warmup_steps) == (3e-4, 7)
     assert experiment.train.steps == 4

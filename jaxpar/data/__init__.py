@@ -6,7 +6,7 @@ them) -> ``packing`` (rows of ``seq_len``) -> ``mixture`` (which row is sequence
 when used.
 
 Tokens are mapped, never held. What grows with the data in memory is 16 bytes per training document with ``concat``
-packing and about 32 per piece with ``first_fit``; three times that for a moment at the start.
+packing and about 32 per piece with ``best_fit``; three times that for a moment at the start.
 
 Read ``build.py`` first (the config and the one entry point), then ``packing.py`` (what a batch holds) and
 ``stream.py`` (the order).

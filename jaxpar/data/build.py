@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxpar.data.cache import Say, cache_folder, read_corpus
+from jaxpar.data.cache import cache_folder, read_corpus
 from jaxpar.data.corpus import Corpus, Progress
 from jaxpar.data.loader import Loader
 from jaxpar.data.mapped import TemporaryFolder
@@ -20,6 +20,7 @@ from jaxpar.data.sources import Source, StandardLibrary
 from jaxpar.data.stream import Evaluation, Stream
 from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.words import Say
 
 _ORDER_VERSION = 1  # part of the fingerprint: raise it whenever the same config gives other batches
 
@@ -33,7 +34,7 @@ class DataConfig:
     - ``sources``: mixed by their weights, sequence by sequence.
     - ``tokenizer``: ``"bytes"``, or the path of a Hugging Face ``tokenizer.json``, whose end-of-document token is found
       by its usual names or given as ``eos_token``.
-    - ``packing``: ``"concat"`` or ``"first_fit"``, see ``packing.pack``.
+    - ``packing``: ``"concat"`` or ``"best_fit"``, see ``packing.pack``.
     - ``eval_fraction``: the share of each source's documents held out for evaluation.
     - ``mask_documents``: whether documents in one row are kept apart (segments, positions, targets).
     - ``workers``, ``prefetch``: processes and batches ahead, see ``Loader``; they never change what is loaded.

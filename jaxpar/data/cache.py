@@ -31,8 +31,9 @@ from jaxpar.data.files import look, refuse_change, what_changed
 from jaxpar.data.mapped import TemporaryFolder
 from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import Tokenizer
-from jaxpar.errors import JaxparError
+from jaxpar.errors import RunError
 from jaxpar.user_cache import user_cache
+from jaxpar.words import Say
 
 KEEP_DAYS = 30
 
@@ -40,9 +41,6 @@ _FORMAT = 1  # part of the key: raise it when the files, or what a source reads 
 _PLAIN_TEXT = {"", ".txt", ".text", ".md", ".py", ".json", ".jsonl"}  # suffixes of files about as large as their text
 _NEW = "new-"
 _OURS = re.compile(f"({_NEW})?[0-9a-f]{{24}}")  # names of folders: the cache may be in a folder that holds other things
-
-Say = Callable[[str], None]
-"""Called with a line for the user."""
 
 
 def cache_folder(cache: str | None) -> Path | None:
@@ -63,7 +61,7 @@ def read_corpus(
     """The corpus of ``source``: from the folder ``cache`` if it is there, else read, tokenised and put there.
 
     Without a cache, or where it cannot be written, the corpus is in temporary files for as long as it is needed.
-    Raise ``ConfigError`` as ``write_corpus`` does and for files that change meanwhile, and ``JaxparError`` when no disk
+    Raise ``ConfigError`` as ``write_corpus`` does and for files that change meanwhile, and ``RunError`` when no disk
     takes it.
     """
     wanted = _Wanted(source, field, tokenizer)
@@ -78,7 +76,7 @@ def read_corpus(
         return open_corpus(folder.path, source.name, folder, origin)
     except (CannotWrite, Damaged) as error:
         rule = f"the tokens do not go into {folder.path.parent}: {error}"
-        raise JaxparError(f"{field}: {rule}; set data.cache or TMPDIR to a folder on another disk") from error
+        raise RunError(f"{field}: {rule}; set data.cache or TMPDIR to a folder on another disk") from error
 
 
 class _Wanted:

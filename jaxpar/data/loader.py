@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.packing import Batch
-from jaxpar.errors import JaxparError
+from jaxpar.errors import RunError
 
 _NO_LAST_STEP = 2**62
 
@@ -56,8 +56,6 @@ class Loader:
         import grain
         from absl import flags
 
-        self.next = first
-        self._global_batch = global_batch
         batches = _HostBatches(stream, first, global_batch, rows)
         ahead = grain.ReadOptions(
             num_threads=1 if prefetch and not workers else 0, prefetch_buffer_size=0 if workers else prefetch
@@ -79,13 +77,11 @@ class Loader:
 
     def __next__(self) -> Batch:
         try:
-            batch = next(self._iterator)
+            return next(self._iterator)
         except RuntimeError as error:  # grain's word for a process that was killed, such as for want of memory
             if "terminated unexpectedly" not in str(error):
                 raise
-            raise JaxparError(f"data.workers: a process that loads data was killed: {error}") from error
-        self.next += self._global_batch
-        return batch
+            raise RunError(f"data.workers: a process that loads data was killed: {error}") from error
 
     def close(self) -> None:
         """End the background work; the loader gives no more batches."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import JaxparError
+from jaxpar.errors import RunError
 
 _PREFIX = "jaxpar-data-"
 
@@ -68,23 +68,19 @@ class TemporaryFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self.path = new.rename(place / new.name.replace("jaxpar-new-", _PREFIX))  # locked before it can be found
         except OSError as error:
-            raise JaxparError(
-                f"{place} cannot hold the data: {error.strerror}; set TMPDIR to another folder"
-            ) from error
+            raise RunError(f"{place} cannot hold the data: {error.strerror}; set TMPDIR to another folder") from error
         self._numbers = itertools.count()
         self._end = weakref.finalize(self, _remove_folder, self.path, lock)
 
     def store(self, array: np.ndarray) -> np.ndarray:
-        """``array`` as a file of this folder (an empty one stays as it is); ``JaxparError`` on a full disk."""
+        """``array`` as a file of this folder (an empty one stays as it is); ``RunError`` on a full disk."""
         if not array.size:
             return array
         path = self.path / f"array-{next(self._numbers)}"
         try:
             path.write_bytes(np.ascontiguousarray(array).data)
         except OSError as error:
-            raise JaxparError(
-                f"{self.path} cannot hold the data: {error.strerror}; set TMPDIR to another disk"
-            ) from error
+            raise RunError(f"{self.path} cannot hold the data: {error.strerror}; set TMPDIR to another disk") from error
         return map_file(path, array.dtype.str, self)
 
 

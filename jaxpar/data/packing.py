@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.data.mapped import release_pages
 
-Packing = Literal["concat", "first_fit"]
+Packing = Literal["concat", "best_fit"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 
 _COUNT_TOKENS = 1 << 21  # tokens counted at a time, at some 10 bytes each
@@ -184,7 +184,7 @@ class ConcatRows(PackedRows):
 
 
 @dataclass(frozen=True)
-class FirstFitRows(PackedRows):
+class BestFitRows(PackedRows):
     """A table of pieces, row ``r`` being ``row_offsets[r]:row_offsets[r + 1]`` of it: 32 bytes per piece, 8 per row."""
 
     row_offsets: np.ndarray
@@ -228,7 +228,7 @@ def pack(
     ``"concat"`` lays them end to end in the given order and cuts every ``seq_len`` tokens; only the last row has
     padding. A document cut by a row's end goes on in the next row, and the target at the cut is the token that goes on.
 
-    ``"first_fit"`` cuts documents longer than ``seq_len`` into pieces of ``seq_len`` and packs the rest without
+    ``"best_fit"`` cuts documents longer than ``seq_len`` into pieces of ``seq_len`` and packs the rest without
     cutting, the longest first, each into the fullest row with room for it (best-fit decreasing: at most 11/9 of the
     fewest rows possible, Johnson et al. 1974, SIAM J. Comput. 3(4)).
     """
@@ -245,7 +245,7 @@ def pack(
     row_offsets = np.searchsorted(row_P, np.arange(rows + 1))
     begin_P = np.cumsum(lengths_P) - lengths_P
     columns_P = begin_P - begin_P[row_offsets[row_P]] if rows else begin_P
-    return FirstFitRows(tokens_N, seq_len, mask_documents, row_offsets, starts_P, lengths_P, columns_P, nexts_P)
+    return BestFitRows(tokens_N, seq_len, mask_documents, row_offsets, starts_P, lengths_P, columns_P, nexts_P)
 
 
 _PiecesByRow = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -20,7 +20,7 @@ from jaxpar.data.files import look, refuse_change
 from jaxpar.data.progress import Bar
 from jaxpar.data.sources import Source
 from jaxpar.data.tokenizers import load_tokenizer
-from jaxpar.errors import ConfigError
+from jaxpar.errors import ConfigError, cannot_write
 
 END = "<|endoftext|>"
 LEAST = 258  # the bytes, the end of a document, and one pair
@@ -117,7 +117,7 @@ def _writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError("--output", str(output), f"cannot be written: {error.strerror}") from None
+        raise cannot_write("--output", output, error) from None
 
 
 def _train(pieces: Iterator[list[str]], vocab_size: int, size: int) -> str:

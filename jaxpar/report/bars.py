@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.report import canvas as look
-from jaxpar.report.canvas import Canvas, Drawing, Key, Style, bytes_text, duration, number_axis, shortened, styles
+from jaxpar.report.canvas import Canvas, Drawing, Key, Style, number_axis, styles
 from jaxpar.report.runs import PHASES, Run, Series
+from jaxpar.words import bytes_text, duration, shortened
 
 ROW, NAMES, NOTES = 24, 136, 112  # points: the height of a run, the room for its name, and for what stands behind it
 LONGEST = 20  # characters of a name
@@ -104,7 +105,7 @@ def _draw(bars: Sequence[_Bar], names: Sequence[str], size: float, label: str) -
         name = shortened(bar.run.name, LONGEST)
         axes.annotate(name, (0, row), (-24, 0), textcoords="offset points", ha="right", color=look.INK, **outside)
         axes.annotate(bar.note, (1, row), (8, 0), textcoords="offset points", ha="left", color=look.MUTED, **outside)
-        place = (-19 / (canvas.width - NAMES - NOTES), -6 / (canvas.width - NAMES - NOTES))
+        place = (-19 / (look.WIDTH - NAMES - NOTES), -6 / (look.WIDTH - NAMES - NOTES))
         axes.plot(
             place, (row, row), color=bar.style.color, linestyle=bar.style.dash, linewidth=2.2, clip_on=False,
             transform=axes.get_yaxis_transform(),

@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from jaxpar.words import short, shortened
+
 # Okabe and Ito's palette without yellow and black: told apart with every common colour blindness, on white and black.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.6, 1.2)), (0, (7, 1.6, 1.6, 1.6)))
@@ -60,10 +62,10 @@ class Canvas:
     ``readout`` is what a reader's pointer shows: "x" and "y", the labels of both values.
     """
 
-    def __init__(self, width: float = WIDTH, height: float = HEIGHT, left: float = LEFT, right: float = RIGHT):
+    def __init__(self, height: float = HEIGHT, left: float = LEFT, right: float = RIGHT):
         from matplotlib.figure import Figure
 
-        self.width, self.height, self.left, self.right = width, height, left, right
+        self.height, self.left, self.right = height, left, right
         self.keys: list[Key] = []
         self.own_keys = False  # the keys are not the runs of the page's legend
         self.readout: dict[str, str] = {}
@@ -96,25 +98,25 @@ class Canvas:
             text = text.replace(color, f"var({variable})")
         named = {"aria-label": label, **{f"data-{key}": value for key, value in self._readout().items()}}
         attributes = " ".join(f'{key}="{html.escape(value)}"' for key, value in named.items())
-        head = f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" {attributes}>'
+        head = f'<svg viewBox="0 0 {WIDTH} {self.height:g}" role="img" {attributes}>'
         return re.sub(r"<svg.*?>", lambda _: head, text, count=1, flags=re.DOTALL).strip()
 
     def png(self, path: Path, title: str) -> None:
         """The figure as a PNG file, with a title above and its legend below."""
-        labels = [shortened(key.label, int((self.width - self.left - 40) / 6.2)) for key in self.keys]
+        labels = [shortened(key.label, int((WIDTH - self.left - 40) / 6.2)) for key in self.keys]
         longest = max(map(len, labels), default=0)
-        columns = max(1, min(4, int((self.width - 20) / (6.0 * longest + 44)), len(self.keys)))
+        columns = max(1, min(4, int((WIDTH - 20) / (6.0 * longest + 44)), len(self.keys)))
         rows = math.ceil(len(self.keys) / columns)
         head, foot = 26, 14 * rows + (6 if rows else 0)
         height = self.height + head + foot
         self._place(height, foot, head)
         heading: dict[str, Any] = {"color": INK, "size": 11, "weight": "bold", "va": "top", "parse_math": False}
-        self.figure.text(10 / self.width, 1 - 9 / height, title, **heading)
+        self.figure.text(10 / WIDTH, 1 - 9 / height, title, **heading)
         if self.keys:
             handles = [_handle(key) for key in self.keys]
             legend = self.figure.legend(
                 handles=handles, labels=labels, loc="lower left", ncols=columns, frameon=False,
-                bbox_to_anchor=((self.left - 8) / self.width, 4 / height), fontsize=9, labelcolor=INK, borderpad=0,
+                bbox_to_anchor=((self.left - 8) / WIDTH, 4 / height), fontsize=9, labelcolor=INK, borderpad=0,
                 handlelength=2.2, columnspacing=1.6, labelspacing=0.45, borderaxespad=0,
             )  # fmt: skip
             for text in legend.get_texts():
@@ -124,16 +126,16 @@ class Canvas:
 
     def _place(self, height: float, foot: float, head: float = 0) -> None:
         """Set the size of the figure and the place of the plot in it."""
-        self.figure.set_size_inches(self.width / 72, height / 72)
+        self.figure.set_size_inches(WIDTH / 72, height / 72)
         bottom = (foot + BOTTOM) / height
-        box = (self.left / self.width, bottom, 1 - (self.left + self.right) / self.width)
-        self.axes.yaxis.set_label_coords(-(self.left - 15) / (self.width - self.left - self.right), 0.5)
+        box = (self.left / WIDTH, bottom, 1 - (self.left + self.right) / WIDTH)
+        self.axes.yaxis.set_label_coords(-(self.left - 15) / (WIDTH - self.left - self.right), 0.5)
         self.axes.set_position((*box, (height - foot - head - BOTTOM - TOP) / height))
 
     def _readout(self) -> dict[str, str]:
         if not self.readout:
             return {}
-        box = (self.left, self.height - BOTTOM, self.width - self.right, TOP)
+        box = (self.left, self.height - BOTTOM, WIDTH - self.right, TOP)
         limits = (*self.axes.get_xlim(), *self.axes.get_ylim())
         return {
             "box": " ".join(f"{x:g}" for x in box),
@@ -211,41 +213,3 @@ def number_axis(axis: Any, whole: bool = False, factor: float = 1.0) -> None:
         texts = [f"{float(text):,.{places or len(text.partition('.')[2])}f}" for text in shown]
     axis.set_ticks(ticks, texts)
     axis.set_ticks([], minor=True)
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------
-
-
-def short(number: float) -> str:
-    """``1.5M`` for 1,500,000."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:g}{letter}"
-    return f"{number:g}"
-
-
-def bytes_text(count: float) -> str:
-    """``31.9 MB`` for 31,896,128."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:,.0f} {unit}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """``1 h 02 min``, ``3 min 20 s``, ``8.4 s``."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
-    if days:
-        return f"{days:,} d {hours:02} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {whole % 60:02} s"
-
-
-def shortened(text: str, most: int) -> str:
-    """The text with its middle left out where it is longer than ``most`` characters."""
-    if len(text) <= most:
-        return text
-    head = (most - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"

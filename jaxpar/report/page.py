@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from jaxpar import __version__
-from jaxpar.errors import ConfigError
+from jaxpar.errors import ConfigError, cannot_write
 from jaxpar.report.bars import draw_bars, memory_classes
-from jaxpar.report.canvas import PALETTE, Drawing, Key, bytes_text, duration, styles
+from jaxpar.report.canvas import PALETTE, Drawing, Key, styles
 from jaxpar.report.curves import draw_curves
 from jaxpar.report.runs import Run, Series, group_seeds, printable, read_runs
 from jaxpar.runtime.run_folder import replace_file
 from jaxpar.serialize import difference, flatten, word
+from jaxpar.words import bytes_text, duration
 
 ABSENT = "–"
 
@@ -36,7 +37,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
 
     Raises:
         ConfigError: for a folder that holds no run, one given twice, or a page that cannot be written.
-        JaxparError: for a damaged file.
+        RunError: for a damaged file, or a full disk.
     """
     runs = read_runs(paths)
     if output is None and len(runs) == 1:
@@ -58,7 +59,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
             drawing.canvas.png(figures / f"{drawing.name}.png", name)
     except OSError as error:
         file = str(error.filename or page).removesuffix(".new")
-        raise ConfigError("--output", file, f"cannot be written: {error.strerror}") from error
+        raise cannot_write("--output", file, error) from error
     return page
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError
 from jaxpar.experiment import Experiment
 from jaxpar.runtime import metrics
 from jaxpar.runtime.checkpoints import Checkpoints
@@ -68,7 +68,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         ConfigError: for a folder that is given twice or holds no run.
-        JaxparError: for one with a file that is damaged.
+        RunError: for one with a file that is damaged.
     """
     folders = [Path(os.path.abspath(path)) for path in paths]
     for number, folder in enumerate(folders):
@@ -94,11 +94,11 @@ def read_metrics(folder: RunFolder) -> tuple[Columns, Columns]:
         for field, column in columns.items():
             value = record.get(field)
             if not isinstance(value, int | float | None):
-                raise JaxparError(f"{folder.metrics_file} is damaged: {field} of step {record['step']} is {value!r}")
+                raise RunError(f"{folder.metrics_file} is damaged: {field} of step {record['step']} is {value!r}")
             try:
                 column.append(float("nan") if value is None else value)
             except OverflowError:  # an integer above all floats
-                raise JaxparError(f"{folder.metrics_file} is damaged: {field} is larger than any float") from None
+                raise RunError(f"{folder.metrics_file} is damaged: {field} is larger than any float") from None
     trained, evaluated = ({field: np.array(column) for field, column in c.items()} for c in (training, evaluation))
     trained["seconds"] = _growing(trained["seconds"])
     for field in ("tokens", "seconds"):
@@ -135,14 +135,14 @@ def _read(path: Path, name: str) -> Run:
     training, evaluation = read_metrics(folder)
     compiled = folder.read("compile.json")
     if not isinstance(parameters := compiled.get("parameters"), int | None):
-        raise JaxparError(f"{path / 'compile.json'} is damaged: parameters is {parameters!r}")
+        raise RunError(f"{path / 'compile.json'} is damaged: parameters is {parameters!r}")
     for field in ("bytes_per_device", "mesh"):
         sizes = compiled.get(field, {})
         if not isinstance(sizes, dict) or not all(isinstance(size, int | float) for size in sizes.values()):
-            raise JaxparError(f"{path / 'compile.json'} is damaged: {field} is {sizes!r}")
+            raise RunError(f"{path / 'compile.json'} is damaged: {field} is {sizes!r}")
     entropy = folder.read("data.json").get("unigram_entropy")
     if not isinstance(entropy, float | None):
-        raise JaxparError(f"{path / 'data.json'} is damaged: unigram_entropy is {entropy!r}")
+        raise RunError(f"{path / 'data.json'} is damaged: unigram_entropy is {entropy!r}")
     return Run(name, path, config, _status(folder, config, training), training, evaluation, compiled, entropy)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError
 
 MARKER = "checkpoint.json"
 
@@ -60,7 +60,7 @@ class Checkpoints:
         The arrays are on the host when this returns, so the caller may donate them at once; the writing goes on in the
         background. A checkpoint of the same step is replaced, unless this object itself saved or restored it last.
 
-        Raises ``JaxparError`` if this save cannot start, or if the one before failed.
+        Raises ``RunError`` if this save cannot start, or if the one before failed.
         """
         self.wait()
         if step == self._current:
@@ -84,17 +84,17 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any; raise ``JaxparError`` if it failed."""
+        """Wait for the save in flight, if any; raise ``RunError`` if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
                 pending.result()
-            except JaxparError:
+            except RunError:
                 self._current = None
                 raise
 
     def check(self) -> None:
-        """Raise ``JaxparError`` if the save in flight has failed; wait for nothing."""
+        """Raise ``RunError`` if the save in flight has failed; wait for nothing."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -141,7 +141,7 @@ class Checkpoints:
         key of the saved state, such as ``"params"``, whose subtree ``abstract_state`` is; the rest is not read.
 
         Raises ``JaxparError`` before any array is read if a leaf is missing, unexpected or of another shape or dtype,
-        and if the checkpoint is missing, incomplete or damaged.
+        and if there is no complete checkpoint; ``RunError`` if it is damaged.
         """
         self.wait()
         directory, marker = self._directory(step), self._marker(step)
@@ -153,10 +153,10 @@ class Checkpoints:
             _check_contents(directory, marker["files"])
             with _orbax(partial=only is not None) as ocp:
                 leaves = ocp.load(directory, wanted)
-        except JaxparError as error:
-            raise JaxparError(f"{error}{self._others(step)}") from error
+        except RunError as error:
+            raise RunError(f"{error}{self._others(step)}") from error
         except Exception as error:
-            raise JaxparError(f"{directory} cannot be read: {_reason(error)}{self._others(step)}") from error
+            raise RunError(f"{directory} cannot be read: {_reason(error)}{self._others(step)}") from error
         self._current = step if only is None else self._current
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in wanted])
 
@@ -183,15 +183,15 @@ class Checkpoints:
         try:
             return _read_marker(self._directory(step))
         except JaxparError as error:
-            raise JaxparError(f"{error}{self._others(step)}") from error
+            raise type(error)(f"{error}{self._others(step)}") from error
 
     def _others(self, step: int) -> str:
         """The end of a message: which checkpoints could be used in place of this one."""
         others = [str(other) for other in self.steps() if other != step]
         return f" (complete steps: {', '.join(others)})" if others else " (no other checkpoint is there)"
 
-    def _could_not_write(self, step: int, error: Exception) -> JaxparError:
-        return JaxparError(f"checkpoint at step {step} could not be written to {self.folder}: {_reason(error)}")
+    def _could_not_write(self, step: int, error: Exception) -> RunError:
+        return RunError(f"checkpoint at step {step} could not be written to {self.folder}: {_reason(error)}")
 
     def _finish(self, step: int, response: Any, marker: dict[str, Any]) -> None:
         """In the background: wait for the arrays, then commit and delete what retention no longer wants."""
@@ -296,7 +296,10 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _read_marker(directory: Path) -> dict[str, Any]:
-    """The marker of a complete checkpoint; ``JaxparError`` names the file that is missing or has a wrong size."""
+    """The marker of a complete checkpoint; ``JaxparError`` if there is none.
+
+    ``RunError`` names the file that is damaged: missing, or of a wrong size.
+    """
     path = directory / MARKER
     try:
         content = json.loads(path.read_text())
@@ -305,16 +308,16 @@ def _read_marker(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise JaxparError(f"{directory} is not a complete checkpoint: {MARKER}: {_reason(error)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise JaxparError(f"{path} is damaged") from error
+        raise RunError(f"{path} is damaged") from error
     if not intact:
-        raise JaxparError(f"{path} is damaged")
+        raise RunError(f"{path} is damaged")
     for name, (size, _) in marker["files"].items():
         try:
             found = (directory / name).stat().st_size
         except OSError as error:
-            raise JaxparError(f"{directory / name}: {_reason(error)}") from error
+            raise RunError(f"{directory / name}: {_reason(error)}") from error
         if found != size:
-            raise JaxparError(f"{directory / name} is damaged: it has {found} bytes of {size}")
+            raise RunError(f"{directory / name} is damaged: it has {found} bytes of {size}")
     return marker
 
 
@@ -322,7 +325,7 @@ def _check_contents(directory: Path, files: dict[str, list[int]]) -> None:
     """Compare every file with its checksum; the processes of a run share the files between them."""
     for name in sorted(files)[jax.process_index() :: jax.process_count()]:
         if _crc32(directory / name) != files[name][1]:
-            raise JaxparError(f"{directory / name} is damaged: its contents are not what was written")
+            raise RunError(f"{directory / name} is damaged: its contents are not what was written")
 
 
 def _crc32(path: Path) -> int:

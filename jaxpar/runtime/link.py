@@ -25,16 +25,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxpar.errors import JaxparError
+from jaxpar.errors import JaxparError, RunError
 
 _PROTOCOL = "jaxpar hosts 1"
 _LINE = 1 << 24  # bytes of a message at most
 
 
-class HostsError(JaxparError):
+class HostsError(RunError):
     """The hosts of a run do not come together."""
-
-    exit_code = 1
 
 
 class _Peer:

@@ -21,7 +21,7 @@ import jax
 from tqdm import tqdm
 
 from jaxpar.data import HOW_LOADED
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError
 from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
@@ -37,10 +37,8 @@ from jaxpar.runtime.trackers import Trackers, check_trackers
 from jaxpar.serialize import difference, from_json, to_json
 
 
-class TrainingStopped(JaxparError):
+class TrainingStopped(RunError):
     """The run cannot go on, and says where it can be picked up."""
-
-    exit_code = 1  # of the command: nothing is wrong with its input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +145,9 @@ class _Training:
                 self._say(f"begins   with the parameters of {pretrained.directory}; optimizer and schedule are new")
             try:
                 return self._loop(step, state, first or 0)
-            except (ConfigError, TrainingStopped):
+            except TrainingStopped:
                 raise
-            except JaxparError as error:  # a full disk
+            except RunError as error:  # a full disk
                 self._let_saving_end()
                 raise TrainingStopped(f"{error}; {self._where_to_go_on()}") from error
             finally:

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from jaxpar.words import duration
+
 # What the seconds of a run are spent on, and in words.
 PHASES = {
     "step": "steps",  # dispatching a step, waiting for the device, writing the metrics down
@@ -105,10 +107,7 @@ class Meter:
         total = self.seconds()["seconds"]
         shares = {PHASES[name]: 100 * spent / max(total, 1e-9) for name, spent in self._spent.items()}
         ordered = sorted(shares.items(), key=lambda item: -item[1])
-        minutes, seconds = divmod(round(total), 60)
-        hours, minutes = divmod(minutes, 60)
-        clock = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-        return f"{clock}: " + ", ".join(f"{share:.0f} % {name}" for name, share in ordered if share >= 0.5)
+        return f"{duration(total)}: " + ", ".join(f"{share:.0f} % {name}" for name, share in ordered if share >= 0.5)
 
 
 def memory(devices: list[Any]) -> dict[str, int]:

@@ -6,10 +6,11 @@ Steps show up as "step" with their number; inside and between them "data", "eval
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
+
+from jaxpar.words import Say
 
 
 class Profile:
@@ -19,7 +20,7 @@ class Profile:
     fails is said in one line, and the run goes on.
     """
 
-    def __init__(self, steps: range, folder: Path, first: int, say: Callable[[str], None]):
+    def __init__(self, steps: range, folder: Path, first: int, say: Say):
         self.folder, self._say = folder, say
         self.steps = range(max(steps.start, first + 1), steps.stop)
         self.edges = (self.steps.start, self.steps.stop) if self.steps else ()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError, cannot_write
 
 
 class RunFolder:
@@ -64,7 +64,7 @@ class RunFolder:
             raise ConfigError("run", str(self.path), "is being written by another process") from error
         except OSError as error:
             self.close()
-            raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
+            raise cannot_write("run", self.path, error) from error
         except BaseException:
             self.close()
             raise
@@ -77,7 +77,7 @@ class RunFolder:
             if not os.access(self.path, os.W_OK):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
+            raise cannot_write("run", self.path, error) from error
 
     def refuse_a_run(self) -> None:
         """Raise ``ConfigError`` if the folder holds a run."""
@@ -91,7 +91,7 @@ class RunFolder:
         try:
             replace_file(self.config_file, json.dumps(config, indent=1) + "\n")
         except OSError as error:
-            raise ConfigError("run", str(self.path), f"cannot be written: {error.strerror}") from error
+            raise cannot_write("run", self.path, error) from error
 
     def close(self) -> None:
         """Release the lock."""
@@ -128,13 +128,13 @@ class RunFolder:
         return False
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
-        """Write the JSON file ``name``; ``JaxparError`` if that fails."""
+        """Write the JSON file ``name``; ``RunError`` if that fails."""
         if self._lock is None:
             return
         try:
             replace_file(self.path / name, json.dumps(data, indent=1) + "\n")
         except OSError as error:
-            raise JaxparError(f"{self.path / name} could not be written: {error.strerror}") from error
+            raise RunError(f"{self.path / name} could not be written: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to ``metrics.jsonl``; it has left this process on return. 0-d arrays become numbers."""
@@ -152,7 +152,7 @@ class RunFolder:
             with open(path, "a") as file:
                 file.write(line)
         except OSError as error:
-            raise JaxparError(f"{path} could not be written: {error.strerror}") from error
+            raise RunError(f"{path} could not be written: {error.strerror}") from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of ``metrics.jsonl`` in order, without a torn last line; empty if there is no such file."""
@@ -173,7 +173,7 @@ class RunFolder:
             try:
                 replace_file(path, "".join(kept))
             except OSError as error:
-                raise JaxparError(f"{path} could not be written: {error.strerror}") from error
+                raise RunError(f"{path} could not be written: {error.strerror}") from error
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -193,7 +193,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise JaxparError(f"{path} could not be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise JaxparError(f"{path} is damaged: line {number}: {error}") from error
+        raise RunError(f"{path} is damaged: line {number}: {error}") from error
 
 
 def _parse_object(text: str) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> Any:
     except OSError as error:
         raise JaxparError(f"{path} could not be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise JaxparError(f"{path} is damaged: {error}") from error
+        raise RunError(f"{path} is damaged: {error}") from error
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.experiment import Experiment, TrackConfig
 from jaxpar.runtime.run_folder import RunFolder
 from jaxpar.serialize import flatten, word
+from jaxpar.words import Say
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 FINISH_SECONDS = 60.0  # to send what is left at the end; W&B keeps the rest in the run folder, for `wandb sync`
@@ -80,7 +81,7 @@ class Trackers:
     A tracker that cannot start, or fails later, is switched off with one line. Of several processes, process 0 tracks.
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Say):
         self._say = say
         self._trackers: dict[str, Tracker] = {}
         self._has: dict[str, tuple[int, set[str]]] = {}  # a tracker has all before this step, and these tags of it

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.tokenizers import load_tokenizer
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, cannot_write
 from jaxpar.experiment import AdamWConfig, DataConfig, Experiment, MeshConfig, TrainConfig
 from jaxpar.optim.schedules import ScheduleConfig
 from jaxpar.program import Program
@@ -26,13 +26,13 @@ from jaxpar.weights.files import DTYPES, Folder, Planned, write
 from jaxpar.weights.names import EMBEDDING, HEAD, Leaf, leaves
 from jaxpar.weights.translate import architecture_of, canonical, from_huggingface, to_huggingface
 from jaxpar.weights.verify import host_device, require_transformers, verify
+from jaxpar.words import Say
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
 )  # fmt: skip
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-Say = Callable[[str], None]
 
 
 def import_folder(
@@ -122,7 +122,7 @@ def export_run(
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("HF_FOLDER", str(target), f"cannot be written: {error.strerror}") from error
+        raise cannot_write("HF_FOLDER", target, error) from error
     files = write(target, _planned(parts, values, dtypes), max_shard_bytes)
     note = _write_tokenizer(experiment, folder, target)
     usual = Counter(dtypes.values()).most_common(1)[0][0]

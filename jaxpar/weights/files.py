@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, RunError
 from jaxpar.weights.names import EMBEDDING, HEAD, Index, Leaf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -169,7 +169,7 @@ def write(folder: Path, tensors: Iterable[Planned], max_shard_bytes: int) -> lis
             (folder / file).chmod(0o644)  # safetensors makes files for their owner alone
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise JaxparError(f"{folder / file} could not be written: {reason}") from error
+        raise RunError(f"{folder / file} could not be written: {reason}") from error
     if count > 1:
         total = sum(t.bytes for shard in shards for t in shard)
         where = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}

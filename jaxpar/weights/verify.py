@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from flax import nnx
 
 from jaxpar.errors import JaxparError
 from jaxpar.models.decoder import Decoder, DecoderConfig
+from jaxpar.words import Say
 
 TOLERANCE = 1e-4  # of the largest difference, relative to the largest logit
 SEQUENCES, LENGTH = 3, 64
@@ -24,7 +24,7 @@ def require_transformers() -> None:
         raise JaxparError(f"--verify needs {' and '.join(missing)}: pip install torch==2.13.0 transformers")
 
 
-def verify(folder: Path, config: DecoderConfig, params: Any, say: Callable[[str], None]) -> bool:
+def verify(folder: Path, config: DecoderConfig, params: Any, say: Say) -> bool:
     """Whether the model in ``folder`` and ``params`` give the same logits for a few random sequences; says how far off.
 
     Holds the weights once more on the host while either model runs.

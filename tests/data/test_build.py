@@ -49,7 +49,7 @@ def texts_of(data, sources):
     return found
 
 
-@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_all_documents_arrive_on_one_side_or_the_other(folder, packing):
     data = build_data(replace(MANY, packing=packing), seq_len=16, seed=0)
     train, held_out = texts_of(data, data.train.sources), texts_of(data, held_out_rows(data))
@@ -140,7 +140,7 @@ def test_fingerprint_names_the_batches(folder):
     others = [
         build_data(MIXED, 17, 0),
         build_data(MIXED, 16, 1),
-        build_data(replace(MIXED, packing="first_fit"), 16, 0),
+        build_data(replace(MIXED, packing="best_fit"), 16, 0),
         build_data(replace(MIXED, mask_documents=False), 16, 0),
         build_data(replace(MIXED, eval_fraction=0.3), 16, 0),
         build_data(replace(MIXED, sources=(MIXED.sources[0], heavier)), 16, 0),
@@ -216,8 +216,8 @@ def test_tokens_are_kept_small(folder):
             "(legal: 0, more documents, or a separator in TextFiles)",
         ),
         (
-            replace(MANY, packing="firstfit"),
-            "data.packing: firstfit is no way of packing. Did you mean first_fit? (legal: concat, first_fit)",
+            replace(MANY, packing="first_fit"),
+            "data.packing: first_fit is no way of packing. Did you mean best_fit? (legal: concat, best_fit)",
         ),
         (
             replace(MANY, eval_fraction=1.0),

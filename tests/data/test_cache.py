@@ -22,7 +22,7 @@ from jaxpar.data import DataConfig, JsonLines, TextFiles, build_data, corpus
 from jaxpar.data.cache import KEEP_DAYS, cache_folder
 from jaxpar.data.corpus import CannotWrite
 from jaxpar.data.mapped import TemporaryFolder
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, RunError
 
 DOCUMENTS = [f"document {number} " * (1 + number % 9) for number in range(300)]
 LONG_AGO = (KEEP_DAYS + 1) * 24 * 3600
@@ -137,7 +137,7 @@ def test_a_second_start_reads_no_input(config, want):
 def test_what_the_cache_does_not_depend_on(config, want):
     build(config)
     sources = (replace(config.sources[0], weight=9.0), config.sources[1])
-    other = replace(config, sources=sources, packing="first_fit", eval_fraction=0.5, mask_documents=False, workers=1)
+    other = replace(config, sources=sources, packing="best_fit", eval_fraction=0.5, mask_documents=False, workers=1)
     got, said = build(other, seed=1)
     assert all("from the cache" in line for line in said)
     assert same(got, build(replace(other, cache=None), seed=1)[0])
@@ -330,7 +330,7 @@ def test_no_disk_takes_it(config):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(JaxparError, match=r"^data.sources.0: the tokens do not go into .*: File too large; set "):
+        with pytest.raises(RunError, match=r"^data.sources.0: the tokens do not go into .*: File too large; set "):
             build(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -430,7 +430,7 @@ def test_where_it_is(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_worker_gets_paths(config, cached, packing):
     """300 documents or 300,000: what a worker is sent is as small."""
     config = replace(config, packing=packing, workers=1, cache=config.cache if cached else None)
@@ -491,6 +491,6 @@ def test_a_worker_that_is_killed_is_one_line(config):
         next(loader)
         for process in multiprocessing.active_children():
             process.kill()
-        with pytest.raises(JaxparError, match=r"^data.workers: a process that loads data was killed"):
+        with pytest.raises(RunError, match=r"^data.workers: a process that loads data was killed"):
             for _ in range(100):
                 next(loader)

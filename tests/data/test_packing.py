@@ -68,8 +68,8 @@ def test_concat_without_document_masks_is_one_text(numbered, lengths, seq_len):
 
 @settings(deadline=None, max_examples=100)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9))
-def test_first_fit_without_document_masks_predicts_along_the_row(numbered, lengths, seq_len):
-    batch = all_rows(numbered(lengths, seq_len, "first_fit", mask_documents=False))
+def test_best_fit_without_document_masks_predicts_along_the_row(numbered, lengths, seq_len):
+    batch = all_rows(numbered(lengths, seq_len, "best_fit", mask_documents=False))
     inside = batch["segments"][:, 1:] > 0
     assert (batch["targets"][:, :-1] == batch["tokens"][:, 1:])[inside].all()
     assert batch["mask"][:, :-1][inside].all()
@@ -114,8 +114,8 @@ def test_replacing_one_document_changes_nothing_of_its_neighbour(numbered):
 
 @settings(deadline=None, max_examples=100)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9))
-def test_first_fit_cuts_only_what_is_too_long(numbered, lengths, seq_len):
-    packed = numbered(lengths, seq_len, "first_fit")
+def test_best_fit_cuts_only_what_is_too_long(numbered, lengths, seq_len):
+    packed = numbered(lengths, seq_len, "best_fit")
     assert len(packed.starts_P) == sum(-(-length // seq_len) for length in lengths)
     assert packed.rows <= len(packed.starts_P)
 
@@ -123,13 +123,13 @@ def test_first_fit_cuts_only_what_is_too_long(numbered, lengths, seq_len):
 @pytest.mark.parametrize(
     ("lengths", "rows"), [([5, 3] * 10, 10), ([2] * 12, 3), ([6, 1, 1, 7, 1, 4, 4], 3), ([8, 8], 2), ([5] * 4, 4)]
 )
-def test_first_fit_fills_rows(numbered, lengths, rows):
-    assert numbered(lengths, 8, "first_fit").rows == rows
+def test_best_fit_fills_rows(numbered, lengths, rows):
+    assert numbered(lengths, 8, "best_fit").rows == rows
 
 
-def test_first_fit_is_tight_on_many_documents(numbered):
+def test_best_fit_is_tight_on_many_documents(numbered):
     lengths = np.random.default_rng(0).integers(1, 100, 600)
-    assert numbered(lengths, 128, "first_fit").counts()["packing_efficiency"] > 0.97
+    assert numbered(lengths, 128, "best_fit").counts()["packing_efficiency"] > 0.97
 
 
 @both_packings

@@ -10,7 +10,7 @@ from jaxpar.data.stream import Evaluation, Stream
 
 @pytest.fixture
 def stream(numbered):
-    return Stream([numbered([8] * 10, 8), numbered([3, 20, 9], 8, "first_fit")], [3.0, 1.0], seed=5)
+    return Stream([numbered([8] * 10, 8), numbered([3, 20, 9], 8, "best_fit")], [3.0, 1.0], seed=5)
 
 
 def test_every_row_once_per_epoch(numbered):

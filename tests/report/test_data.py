@@ -26,7 +26,7 @@ def config():
     short = JsonLines("short.jsonl", weight=3.0)
     long = TextFiles("long.txt", separator="|")
     return Experiment(
-        data=DataConfig(sources=(short, long), eval_fraction=0.2, packing="first_fit"),
+        data=DataConfig(sources=(short, long), eval_fraction=0.2, packing="best_fit"),
         train=TrainConfig(steps=10, global_batch=8, seq_len=64),
     )
 """
@@ -65,7 +65,7 @@ def test_numbers(experiment):
 
 
 @pytest.mark.parametrize("mask_documents", [True, False])
-@pytest.mark.parametrize("packing", ["first_fit", "concat"])
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
 def test_examples_are_the_training_rows(experiment, packing, mask_documents):
     shown, data = describe(experiment, 12, packing=packing, mask_documents=mask_documents)
     batch = data.train.batch(0, 12)

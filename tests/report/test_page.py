@@ -14,7 +14,7 @@ import pytest
 from run_factory import experiment, records, write_run
 
 from jaxpar.cli import main
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError
 from jaxpar.report.bars import memory_classes
 from jaxpar.report.canvas import Canvas
 from jaxpar.report.page import unlike, write_report
@@ -205,6 +205,7 @@ def test_damaged_files_are_one_line(tmp_path, file, text, message):
     with pytest.raises(JaxparError) as error:
         write_report([run])
     assert str(error.value).startswith(f"{run}/{message}") and "\n" not in str(error.value)
+    assert isinstance(error.value, RunError) == ("damaged" in message)
     assert not (run / "report.html").exists()
 
 
@@ -225,7 +226,7 @@ def test_a_full_disk_keeps_the_page_that_was_there(tmp_path, no_pictures, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ConfigError, match=r"^--output: .*report.html cannot be written: No space left on device"):
+    with pytest.raises(RunError, match=r"^--output: .*report.html cannot be written: No space left on device"):
         write_report([run])
     assert page.read_text() == before and not list(run.glob("*.new"))
 

@@ -76,7 +76,7 @@ def test_the_rate_leaves_out_all_but_steps_and_their_data(clock):
 def test_a_clock_that_stands_still(clock):
     meter = meter_at_the_loop()
     assert meter.seconds()["goodput"] == 0  # not a division by zero
-    assert meter.shares().startswith("0 s")
+    assert meter.shares().startswith("0.0 s")
     assert step(meter, clock, 0).tokens_per_second > 0
 
 
@@ -103,16 +103,16 @@ def test_every_second_belongs_to_the_innermost_phase(clock):
     assert got == {"seconds": 37, **{f"seconds_{k}": v for k, v in parts.items()}, "goodput": round(4 / 37, 4)}
     assert parts.keys() == PHASES.keys()
     shares = "38 % compiling, 22 % checkpoints, 16 % evaluation, 11 % steps, 8 % start, 5 % waiting for data"
-    assert meter.shares() == f"37 s: {shares}"
+    assert meter.shares() == f"37.0 s: {shares}"
 
 
 def test_long_runs_are_told_in_hours(clock):
     meter = meter_at_the_loop()
     with meter.phase("step"):
-        clock(59.6)
-        assert meter.shares() == "1 min 0 s: 100 % steps"
+        clock(59.96)
+        assert meter.shares() == "1 min 00 s: 100 % steps"
         clock(2 * 3600)
-        assert meter.shares() == "2 h 1 min: 100 % steps"
+        assert meter.shares() == "2 h 01 min: 100 % steps"
 
 
 def session(clock, first, until, earlier):

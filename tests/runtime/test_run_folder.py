@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, JaxparError, RunError
 from jaxpar.runtime.run_folder import RunFolder
 
 
@@ -68,7 +68,7 @@ def test_truncate_after_drops_later_records_and_a_torn_line(tmp_path):
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(JaxparError) as error:
+    with pytest.raises(RunError) as error:
         RunFolder(tmp_path).read_metrics()
     assert message(error).startswith(f"{tmp_path}/metrics.jsonl is damaged")
 
@@ -113,7 +113,8 @@ def test_a_folder_without_a_run(tmp_path):
     with pytest.raises(JaxparError) as error:
         RunFolder(tmp_path).read_config()
     assert message(error) == f"{tmp_path}/config.json could not be read: No such file or directory"
+    assert error.value.exit_code == 2
     (tmp_path / "config.json").write_text(json.dumps({"a": 1})[:-2])
-    with pytest.raises(JaxparError) as error:
+    with pytest.raises(RunError) as error:
         RunFolder(tmp_path).read_config()
     assert "config.json is damaged" in message(error)
