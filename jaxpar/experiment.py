@@ -31,7 +31,7 @@ class TrainConfig:
     init_from: str | None = None  # a run folder or one of its checkpoints: start with its parameters, all else fresh
     compute: Literal["auto", "float32", "bfloat16"] = "auto"  # matrix products; auto: bfloat16, on a CPU float32
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # gradients while devices add them
-    remat: Literal["none", "dots", "qkv", "attention", "full"] = "none"  # what the backward pass recomputes in a layer
+    remat: Literal["none", "dots", "qkv", "attention", "full", "offload"] = "none"  # what the backward pass recomputes in a layer
     eval_every: int = 200  # steps between evaluations; there is always one at the end
     eval_batches: int = 20  # batches of an evaluation at most
     checkpoint_every: int = 500  # steps between checkpoints; there is always one at the end

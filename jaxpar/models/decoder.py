@@ -191,8 +191,9 @@ class Decoder(nnx.Module):
             for mask, config in self.config.kinds()
         ]
         x_BSD, kept = _run(kinds, x_BSD, (params, cache), self.config, layout)
+        head, x_BSD = (None, x_BSD) if self.head is None else layout.reduce_first(self.head, x_BSD)
         x_BSD = layout.gather(self.final_norm)(x_BSD)
-        head_DV = table_VD.T if self.head is None else layout.gather(self.head).kernel[...]
+        head_DV = table_VD.T if head is None else layout.gather(head).kernel[...]
         return x_BSD, head_DV, kept
 
     def __call__(

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxpar.compat import as_varying, varying_axes
 from jaxpar.logical import is_matrix
 from jaxpar.models.attention import Mask, attention
+from jaxpar.models.rope import roll
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -23,6 +24,14 @@ class Layout(Protocol):
 
     def gather(self, module: M) -> M:
         """The same module with whole weights (ZeRO-3 all-gathers them here), matrices in the compute dtype."""
+        ...
+
+    def reduce_first(self, module: M, x_BSD: jax.Array) -> tuple[M, jax.Array]:
+        """Both as they are. Going back, the weights' gradients are whole before the gradient of ``x`` goes on."""
+        ...
+
+    def swap_halves(self, x: jax.Array) -> jax.Array:
+        """``x`` with the halves of its last dimension exchanged, for rotary positions."""
         ...
 
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
@@ -101,6 +110,14 @@ class SingleDevice:
     def gather(self, module: M) -> M:
         """Cast the matrices."""
         return map_parameters(module, lambda axes, w: w.astype(parameter_dtype(axes, self.dtype)))
+
+    def reduce_first(self, module: M, x_BSD: jax.Array) -> tuple[M, jax.Array]:
+        """The identity."""
+        return module, x_BSD
+
+    def swap_halves(self, x: jax.Array) -> jax.Array:
+        """Move the data."""
+        return roll(x)
 
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Plain lookup."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -84,8 +85,24 @@ def tables(config: RopeConfig, head_dim: int, positions_BS: jax.Array) -> tuple[
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def rotate(x_BSHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+Swap = Callable[[jax.Array], jax.Array]
+"""x [..., K] -> x with the halves of its last dimension exchanged."""
+
+
+def roll(x: jax.Array) -> jax.Array:
+    """Exchange the halves by moving data."""
+    return jnp.roll(x, x.shape[-1] // 2, axis=-1)
+
+
+def multiply(x: jax.Array) -> jax.Array:
+    """Exchange the halves by a product with a permutation, which is exact: cheaper where lanes do not move."""
+    K = x.shape[-1]
+    return jnp.einsum("...k,kj->...j", x, jnp.roll(jnp.eye(K, dtype=x.dtype), K // 2, axis=0))
+
+
+def rotate(x_BSHK: jax.Array, cos: jax.Array, sin: jax.Array, swap_halves: Swap = roll) -> jax.Array:
     """Rotate the two halves of each head, in fp32, back to the dtype of ``x``."""
-    a, b = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
+    cos = jnp.concatenate([cos, cos], axis=-1)[:, :, None]
+    sin = jnp.concatenate([-sin, sin], axis=-1)[:, :, None]
+    x, swapped = x_BSHK.astype(jnp.float32), swap_halves(x_BSHK).astype(jnp.float32)
+    return (x * cos + swapped * sin).astype(x_BSHK.dtype)

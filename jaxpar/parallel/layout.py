@@ -18,12 +18,13 @@ from jaxpar.logical import LogicalAxes
 from jaxpar.mesh.rules import ZERO_AXIS, ShardingRules, live
 from jaxpar.models.attention import Mask, attention
 from jaxpar.models.layout import lookup, map_parameters, parameter_dtype
+from jaxpar.models.rope import multiply, roll
 from jaxpar.parallel.attention import Kernel, run_kernel
 from jaxpar.parallel.collectives import Lent, ZeroCollectives, gather_weight, read_lent
 from jaxpar.parallel.cross_entropy import cross_entropy, default_chunk
 
 M = TypeVar("M", bound=nnx.Module)
-Remat = Literal["none", "dots", "qkv", "attention", "full"]
+Remat = Literal["none", "dots", "qkv", "attention", "full", "offload"]
 WEIGHT = "weight"  # gathered or cast: cheaper to make again than to keep for every layer
 
 
@@ -57,6 +58,19 @@ class MeshLayout:
             return jax.ad_checkpoint.checkpoint_name(weight, WEIGHT) if weight is not value else value
 
         return map_parameters(module, whole)
+
+    def reduce_first(self, module: M, x_BSD: jax.Array) -> tuple[M, jax.Array]:
+        """Without it XLA:TPU puts the reduce-scatter off and keeps the whole gradient through all layers."""
+        graph, params = nnx.split(module)
+        leaves, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Lent))
+        if any(isinstance(leaf, Lent) for leaf in leaves):
+            return module, x_BSD
+        leaves, x_BSD = _in_turn(leaves, x_BSD)
+        return nnx.merge(graph, jax.tree.unflatten(structure, leaves)), x_BSD
+
+    def swap_halves(self, x: jax.Array) -> jax.Array:
+        """On a TPU a product: moving data between lanes costs it more than the matrix unit needs."""
+        return (multiply if self.kernel == "splash" else roll)(x)
 
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Look up this device's rows, then a reduce-scatter over tensor from the vocabulary to the sequence."""
@@ -127,6 +141,13 @@ class MeshLayout:
         policies = jax.checkpoint_policies
         if self.remat_policy == "full":
             policy = policies.nothing_saveable
+        elif self.remat_policy == "offload":
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=["residual"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
         elif self.remat_policy == "dots":
             policy = policies.dots_with_no_batch_dims_saveable
         elif self.remat_policy == "qkv":
@@ -138,6 +159,14 @@ class MeshLayout:
         else:
             return layer
         return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+
+
+@jax.custom_vjp
+def _in_turn(leaves: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    return leaves, x
+
+
+_in_turn.defvjp(lambda leaves, x: (_in_turn(leaves, x), None), lambda _, g: jax.lax.optimization_barrier(g))
 
 
 def own_rows(table_VD: jax.Array, tokens_BS: jax.Array, axis: str) -> jax.Array:

@@ -158,6 +158,7 @@ def reduce_toy(weight, values, mask, zero, axis_type, check_vma, **mesh):
 
     from jaxpar.mesh.axes import MESH_AXES
     from jaxpar.mesh.rules import place, spec
+    from jaxpar.parallel.collectives import ZeroCollectives
     from jaxpar.parallel.gradients import Reducer
 
     sizes = {a: mesh.get(a, 1) for a in MESH_AXES}
@@ -165,7 +166,7 @@ def reduce_toy(weight, values, mask, zero, axis_type, check_vma, **mesh):
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[axis_type]
     made = jax.sharding.Mesh(devices.reshape(list(sizes.values())), MESH_AXES, axis_types=(kind,) * 6)
     layout = place("w", ("embed",), np.shape(weight), sizes, ShardingRules(zero=zero))
-    reducer = Reducer({"w": layout}, sizes)
+    reducer = Reducer({"w": layout}, sizes, ZeroCollectives((sizes["fsdp"],)))
 
     def objective(params, batch):
         share = (params["w"] * batch["values"] * batch["mask"]).sum()
