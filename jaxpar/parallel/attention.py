@@ -74,6 +74,11 @@ def _splash(
     return jax.vmap(kernel)(*heads_first, segment_ids=ids).transpose(0, 2, 1, 3)
 
 
+def splash_block(seq_len: int) -> int:
+    """Queries, and keys, of a block of the splash kernel."""
+    return max(b for b in (128, 256, 512) if seq_len % b == 0)
+
+
 def _splash_kernel(seq_len: int, heads: int, mask: Mask, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -82,7 +87,7 @@ def _splash_kernel(seq_len: int, heads: int, mask: Mask, interpret: bool) -> Any
     one: masks.Mask = masks.CausalMask(shape)
     if mask.window is not None:
         one = masks.LocalMask(shape, (mask.window - 1, 0), 0)
-    block = max(b for b in (128, 256, 512) if seq_len % b == 0)
+    block = splash_block(seq_len)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
