@@ -56,3 +56,16 @@ def detect_cluster(timeout: float) -> Cluster | None:
             kind = {"slurm": "SLURM", "ompi": "Open MPI"}.get(env.name, "Kubernetes" if in_kubernetes else "Cloud TPU")
             return Cluster(kind, address, env.get_process_count(), env.get_process_id(), env.get_local_process_id())
     return None
+
+
+def hlo_text(compiled: jax.stages.Compiled) -> str:
+    """The optimized HLO of ``compiled`` with its constants written out, which ``as_text`` leaves away."""
+    try:
+        from jax._src.lib import hlo  # jax 0.12
+    except ImportError:
+        from jax._src.lib import _jax as hlo
+
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    executable: Any = compiled.runtime_executable()
+    return executable.hlo_modules()[0].to_string(options)
