@@ -111,7 +111,7 @@ class Unrequested:
     reductions: list[Collective]  # small all-reduces (norms, counts) of sums over sharded arrays
 
 
-def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, small_bytes: int = 4096) -> Unrequested:
+def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, small_bytes: int = 1024) -> Unrequested:
     """What XLA's partitioner put in: the collectives whose op_name does not end in one of ``asked``.
 
     ``.../shard_map/.../all_gather`` was asked for; ``.../dot_general`` or ``.../add`` names the operation whose

@@ -18,10 +18,11 @@ from jaxpar.audit.hlo import Instruction, Module
 from jaxpar.audit.loops import unknown_trip_counts
 from jaxpar.audit.shapes import Array, arrays
 
-# Custom calls that compute no products worth counting, or none at all.
-NOT_PRODUCTS = re.compile(
-    r"Async|Alloc|Assume|Bitcast|Sharding|SPMD|annotate|Pin|Unpin|MoveTo|TopK|Sort|Rng|Callback|callback|__cub\$|"
-    r"Partition|LayoutConstraint|Eigh|Qr|Cholesky|LuDecomp|Slice|Pad|X64|InspectSharding|debug"
+# Custom calls that place, move, sort or call back: targets begin so.
+NOT_PRODUCTS = (
+    *("AllocateBuffer", "AssumeGather", "AsyncCollective", "ConcatBitcast", "CreateBuffer", "MoveTo", "PadToStatic"),
+    *("PartialReduce", "Pin", "Sharding", "SliceToDynamic", "SPMD", "TopK", "Unpin", "X64"),
+    *("__cub$", "annotate_device_placement", "xla_ffi", "xla_python"),
 )
 
 
@@ -167,7 +168,7 @@ def _custom_call(instruction: Instruction) -> float | None:
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     if target.startswith(("__cublas$", "__onednn$matmul", "__cudnn$fmha", "__cudnn$conv")):
         return _library(target, instruction)
-    return 0.0 if NOT_PRODUCTS.search(target) else None
+    return 0.0 if target.startswith(NOT_PRODUCTS) else None
 
 
 def _library(target: str, instruction: Instruction) -> float | None:

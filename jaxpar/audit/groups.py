@@ -17,7 +17,7 @@ from jaxpar.audit.hlo import Instruction, Module
 MIXED = "mixed"
 AXIS = re.compile(r"'?([^',=\[{]+?)'?=(\d+)")
 AXIS_REF = re.compile(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?")
-IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -46,10 +46,10 @@ def parse_groups(text: str, everyone: int) -> Groups:
     text = text.strip()
     if text.startswith("mesh"):
         return _mesh_groups(text)
-    if found := IOTA.match(text):
-        shape = _ints(found[1])
-        ids = _iota(found)
-        return tuple(tuple(ids[i : i + shape[1]]) for i in range(0, len(ids), shape[1]))
+    if "<=" in text:
+        shape, _, iota = text.partition("<=")
+        ids, size = _iota(iota), _ints(shape)[1]
+        return tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
     listed = tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d, ]+)\}", text))
     return listed or (tuple(range(everyone)),)
 
@@ -61,8 +61,7 @@ def _mesh_groups(text: str) -> Groups:
     sizes = list(axes.values())
     ids: Sequence[int] = range(math.prod(sizes))
     if found := re.search(r"device_ids=\((.*)\)", text[close:]):
-        iota = IOTA.search(found[1])
-        ids = _iota(iota) if iota else _ints(found[1])
+        ids = _iota(found[1]) if found[1].startswith("[") else _ints(found[1])
     at = text.rindex("{")
     digits: dict[str, list[tuple[int, int]]] = {}  # of each axis: (stride, size) of the varying parts
     for name, before, size in AXIS_REF.findall(text[at:].strip("{} ")):
@@ -79,10 +78,13 @@ def _mesh_groups(text: str) -> Groups:
     return tuple(tuple(group) for group in groups.values())
 
 
-def _iota(found: re.Match[str]) -> list[int]:
-    """The numbers of ``[2,4]<=[4,2]T(1,0)``, flat: an iota, reshaped and transposed."""
-    dims = _ints(found[2])
-    order = _ints(found[3]) if found[3] else list(range(len(dims)))
+def _iota(text: str) -> list[int]:
+    """The numbers that ``[4,2]T(1,0)`` spells, flat: an iota of that shape, transposed."""
+    found = IOTA.match(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no iota of an HLO replica group list")
+    dims = _ints(found[1])
+    order = _ints(found[2]) if found[2] else list(range(len(dims)))
     strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
     return [
         sum(i * strides[d] for i, d in zip(index, order, strict=True))

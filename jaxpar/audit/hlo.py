@@ -68,10 +68,12 @@ class Instruction:
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
         """Everything after the operands, as text: ``{"channel_id": "3", "metadata": "{op_name=...}", ...}``."""
-        found = {}
+        found: dict[str, str] = {}
         for part in split(self._rest):
             key, equals, value = part.strip().partition("=")
-            if equals:
+            if key == "device_ids":  # replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}
+                found["replica_groups"] += part
+            elif equals:
                 found[key] = value.strip()
         return found
 
@@ -137,7 +139,7 @@ class Computation:
         """The instructions that read each instruction."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
-            for name in instruction.operand_names:
+            for name in dict.fromkeys(instruction.operand_names):
                 found.setdefault(name, []).append(instruction)
         return found
 
