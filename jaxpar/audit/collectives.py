@@ -31,8 +31,8 @@ KINDS = (
 ASKED = frozenset(
     """
     all_gather all_gather_invariant all_gather_reduced reduce_scatter unreduced_reduce_scatter psum psum_invariant
-    unreduced_psum pmax pmin ppermute psend precv pbroadcast pgather pcast all_to_all ragged_all_to_all
-    reshard sharding_constraint
+    unreduced_psum pmax pmin unreduced_pmax unreduced_pmin ppermute psend precv pbroadcast pbroadcast_dynamic
+    all_to_all ragged_all_to_all reshard sharding_constraint
     """.split()  # noqa: SIM905
 )
 
@@ -119,7 +119,8 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
     """
     found = Unrequested([], [])
     for r in records:
-        if r.op_name.rsplit("/", 1)[-1] in asked:
+        primitive = r.op_name.rsplit("/", 1)[-1]
+        if primitive.removesuffix("_start").removesuffix("_done") in asked:
             continue
         small = r.kind == "all-reduce" and arrays_bytes(r) <= small_bytes
         (found.reductions if small else found.resharding).append(r)

@@ -9,17 +9,14 @@ from jaxpar.audit.hlo import Instruction, Module
 def estimated_cycles(module: Module) -> dict[str, int]:
     """Cycles per step by class of operation: "matmul" (fusions with a product), "other"; empty off TPU.
 
-    Kernels and collectives carry no estimate, and of a conditional the branch with the most cycles counts. Useful as
-    a ratio of two programs for one chip.
+    A fusion carries the estimate of all it holds; kernels and collectives carry none. Of a conditional the branch with
+    the most cycles counts. Useful as a ratio of two programs for one chip.
     """
-    fused = {
-        name for i in module if i.base_opcode == "fusion" for name in i.called.get("calls", [])
-    }  # a fusion carries the estimate of all it holds
-    counts = executions(module, lambda i: 0 if i.computation.name in fused else _cycles(i))
+    counts = executions(module, _cycles)
     found: dict[str, int] = {}
     for computation in module.computations.values():
         times = counts[computation.name]
-        for instruction in computation.instructions if times and computation.name not in fused else ():
+        for instruction in computation.instructions if times else ():
             cycles = _cycles(instruction) * times
             if cycles:
                 kind = "matmul" if _has_product(module, instruction) else "other"

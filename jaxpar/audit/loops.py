@@ -109,8 +109,6 @@ def within(
     home = home or instruction.computation
     while True:
         if instruction.opcode in SAME_VALUE:
-            # copy-start makes (destination, source, context); copy-done takes it whole.
-            path = () if instruction.opcode == "copy-start" else path
             instruction = instruction.operands[0]
         elif instruction.opcode == "get-tuple-element":
             path = (instruction.numbers("index")[0], *path)

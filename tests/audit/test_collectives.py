@@ -240,6 +240,7 @@ def test_what_nobody_asked_for():
   %large = f32[8,16] all-reduce(%x), {grouped(FSDP)}, to_apply=%add, metadata={{op_name="jit(f)/reduce_sum"}}
   %one = f32[] constant(1)
   %small = f32[] all-reduce(%one), {grouped(FSDP)}, to_apply=%add, metadata={{op_name="jit(f)/reduce_sum"}}
+  %begun = f32[32,16] all-gather(%x), {grouped(FSDP)}, dimensions={{0}}, metadata={{op_name="jit(f)/all_gather_start"}}
   %placed = f32[32,16] all-gather(%x), {grouped(DATA)}, dimensions={{0}}, metadata={{op_name="jit(f)/reshard"}}
   %nameless = f32[32,16] all-gather(%x), {grouped(FSDP)}, dimensions={{0}}
 """  # noqa: E501
@@ -248,5 +249,5 @@ def test_what_nobody_asked_for():
     assert [r.instruction for r in found.resharding] == ["moved", "large", "nameless"]
     assert [r.instruction for r in found.reductions] == ["small"]
     found = unrequested(records, asked={"dot_general", "reduce_sum"})
-    assert [r.instruction for r in found.resharding] == ["asked", "placed", "nameless"]
+    assert [r.instruction for r in found.resharding] == ["asked", "begun", "placed", "nameless"]
     assert records[0].to_json()["total_bytes"] == 1536

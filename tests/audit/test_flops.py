@@ -188,6 +188,15 @@ def test_splash_kernels_count_the_blocks_of_their_mask(phase, blocks, settings, 
     assert list(counted.kernels.values()) == [expected] and counted.unknown == []
 
 
+def test_a_splash_mask_for_each_head():
+    """Four masks of 5, 4, 3 and 2 blocks; *wrong*: their sum for each of the four heads."""
+    masks = (
+        "{ {{1,0,0},{2,1,0},{0,2,1}}, {{1,0,0},{2,1,0},{0,0,1}}, {{1,0,0},{0,1,0},{0,0,1}}, {{1,0,0},{0,1,0},{0,0,0}} }"
+    )
+    text = splash("fwd", {}, mask=masks).replace("s8[1,3,3]", "s8[4,3,3]")
+    assert flops.count(hlo.parse(text)).total == 2 * 2 * 2 * (5 + 4 + 3 + 2) * (2 * 2) * 8
+
+
 def test_a_splash_kernel_whose_mask_is_not_printed_is_named():
     """``as_text()`` leaves larger constants away; then nothing is known."""
     counted = flops.count(hlo.parse(splash("fwd", {}, mask="{...}")))
