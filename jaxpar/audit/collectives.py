@@ -60,9 +60,9 @@ class Collective:
         return self.wire_bytes * self.executions
 
     @property
-    def elements(self) -> int:
-        """Of the operand on one device."""
-        return Array(self.dtype, self.dims).elements
+    def operand_bytes(self) -> int:
+        """Of the array on one device, before it moves."""
+        return Array(self.dtype, self.dims).nbytes
 
     def to_json(self) -> dict[str, Any]:
         """All fields, and the total."""
@@ -122,14 +122,9 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
         primitive = r.op_name.rsplit("/", 1)[-1]
         if primitive.removesuffix("_start").removesuffix("_done") in asked:
             continue
-        small = r.kind == "all-reduce" and arrays_bytes(r) <= small_bytes
+        small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
         (found.reductions if small else found.resharding).append(r)
     return found
-
-
-def arrays_bytes(record: Collective) -> int:
-    """Bytes of the operand."""
-    return Array(record.dtype, record.dims).nbytes
 
 
 def _of_computation(
