@@ -56,3 +56,22 @@ def detect_cluster(timeout: float) -> Cluster | None:
             kind = {"slurm": "SLURM", "ompi": "Open MPI"}.get(env.name, "Kubernetes" if in_kubernetes else "Cloud TPU")
             return Cluster(kind, address, env.get_process_count(), env.get_process_id(), env.get_local_process_id())
     return None
+
+
+def hlo_text(compiled: jax.stages.Compiled) -> str:
+    """The optimized HLO of ``compiled``; with its constants written out where it holds a TPU kernel.
+
+    ``as_text`` leaves constants of more than ten elements away, the block masks of splash attention among them.
+    """
+    text = compiled.as_text()
+    if text is None or "tpu_custom_call" not in text:
+        return text or ""
+    try:
+        from jax._src.lib import hlo  # jax 0.12
+    except ImportError:
+        from jax._src.lib import _jax as hlo
+
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    executable: Any = compiled.runtime_executable()
+    return executable.hlo_modules()[0].to_string(options)
