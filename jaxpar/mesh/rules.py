@@ -61,6 +61,7 @@ class LeafLayout:
     sharded: Any  # PartitionSpec with the ZeRO axis; equal to ``used`` when nothing divides
     zero_dim: int | None  # the dimension that the ZeRO axis cuts
     stage: int  # the ZeRO stage of this leaf
+    matrix: bool  # not a norm scale or a bias
 
     @property
     def stored(self) -> Any:
@@ -116,7 +117,7 @@ def place(
             )
     sharded = [(*cut, ZERO_AXIS) if d == zero_dim else cut for d, cut in enumerate(used)]
     stage = rules.zero if is_matrix(axes) else min(rules.zero, 1)
-    return LeafLayout(spec(sizes, *used), spec(sizes, *sharded), zero_dim, stage)
+    return LeafLayout(spec(sizes, *used), spec(sizes, *sharded), zero_dim, stage, is_matrix(axes))
 
 
 def unsplit_axes(partition: Any, sizes: dict[str, int]) -> tuple[str, ...]:

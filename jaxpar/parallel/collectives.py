@@ -23,7 +23,7 @@ class ZeroCollectives:
     """
 
     stages: tuple[int, ...]
-    reduce_dtype: Any = jnp.float32  # what gradients are in while devices add them
+    reduce_dtype: Any = jnp.dtype(jnp.float32)  # of matrices' gradients while devices add them; vectors': fp32
 
     def _groups(self) -> list[list[list[int]] | None]:
         """Of each stage, outermost first: the devices along the axis that differ in that dimension alone."""
@@ -43,13 +43,14 @@ class ZeroCollectives:
         return shard
 
     def reduce_scatter(self, whole: jax.Array, dim: int) -> jax.Array:
-        """This device's shard of the sum, in fp32; the outermost torus dimension first."""
-        whole = whole.astype(self.reduce_dtype)
+        """This device's shard of the sum, in the dtype of ``whole``; the outermost torus dimension first."""
         for groups in self._groups():
-            whole = jax.lax.psum_scatter(
-                whole, ZERO_AXIS, scatter_dimension=dim, tiled=True, axis_index_groups=groups
-            )
-        return whole.astype(jnp.float32)
+            whole = jax.lax.psum_scatter(whole, ZERO_AXIS, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+        return whole
+
+    def scatter_gradient(self, whole: jax.Array, dim: int) -> jax.Array:
+        """This device's shard of a matrix's gradient, added up in ``reduce_dtype``, in fp32."""
+        return self.reduce_scatter(whole.astype(self.reduce_dtype), dim).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -65,7 +66,7 @@ def _gather_forward(shard: jax.Array, zero: ZeroCollectives, dim: int, dtype: An
     return gather_weight(shard, zero, dim, dtype), None
 
 
-gather_weight.defvjp(_gather_forward, lambda zero, dim, dtype, _, g: (zero.reduce_scatter(g, dim),))
+gather_weight.defvjp(_gather_forward, lambda zero, dim, dtype, _, g: (zero.scatter_gradient(g, dim),))
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +93,7 @@ def _read_forward(
     return whole.astype(dtype), None
 
 
-read_lent.defvjp(_read_forward, lambda zero, dim, dtype, _, g: (None, zero.reduce_scatter(g, dim)))
+read_lent.defvjp(_read_forward, lambda zero, dim, dtype, _, g: (None, zero.scatter_gradient(g, dim)))
 
 
 def local_shard(whole: jax.Array, axis: str, dim: int) -> jax.Array:

@@ -100,7 +100,9 @@ class Reducer:
         return jax.tree.map(shard, params, self.layouts), lambda by: jax.tree.map(lend, by, params, self.layouts)
 
     def _reduce(self, grad: jax.Array, layout: LeafLayout) -> jax.Array:
+        """The sum over devices. Vectors weigh nothing on the wire: theirs are added in fp32 whatever is asked for."""
+        grad = grad.astype(self.zero.reduce_dtype if layout.matrix else jnp.float32)
         if layout.stage == 1 and layout.zero_dim is not None:
             grad = self.zero.reduce_scatter(grad, layout.zero_dim)
         axes = unsplit_axes(layout.updated, self.sizes)
-        return jax.lax.psum(grad, axes) if axes else grad
+        return (jax.lax.psum(grad, axes) if axes else grad).astype(jnp.float32)
