@@ -39,6 +39,7 @@ class TrainConfig:
     keep_every: int | None = None  # and every multiple of this many steps; none: only the newest
     log_every: int = 1  # steps between lines of metrics.jsonl
     max_skipped: int = 5  # consecutive non-finite steps, each skipped whole, after which the run stops
+    compiler_options: tuple[str, ...] = ()  # of XLA, for the step: NAME=VALUE
     profile: str | None = None  # steps to trace, FIRST:STOP: 10:13 is 10, 11 and 12; the first step of a run is 1
 
     def validate(self) -> None:
@@ -58,6 +59,18 @@ class TrainConfig:
                 divisors(self.global_batch),
             )
         self.profiled_steps()
+        self.options()
+
+    def options(self) -> dict[str, str | bool]:
+        """``compiler_options`` as XLA takes them. Raises ConfigError."""
+        found: dict[str, str | bool] = {}
+        for option in self.compiler_options:
+            name, equals, value = option.partition("=")
+            if not equals or not re.fullmatch(r"\w+", name) or not value:
+                rule = "is not NAME=VALUE"
+                raise ConfigError("train.compiler_options", option, rule, "such as xla_tpu_enable_async_all_to_all=true")
+            found[name] = {"true": True, "false": False}.get(value.lower(), value)
+        return found
 
     def profiled_steps(self) -> range:
         """The steps to trace, numbered as in metrics.jsonl. Raises ConfigError."""

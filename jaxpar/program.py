@@ -312,7 +312,7 @@ class Program:
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch, scalars) -> (state, metrics)``; donates the state."""
-        return self.lower_step().compile()
+        return self.lower_step().compile(self.experiment.train.options() or None)
 
     @functools.cached_property
     def evaluate(self) -> Any:

@@ -18,6 +18,17 @@ def shard_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def hbm_bytes_resident(program: Program) -> dict[str, int]:
+    """Bytes on each device of what lies there between steps and of a batch: the sums of their shards'."""
+    state = program.abstract_state
+    rest = {name: value for name, value in state.items() if name != "params"}
+    return {
+        "parameters": shard_bytes(state["params"]),
+        "optimizer": shard_bytes(rest),
+        "batch": shard_bytes(program.abstract_batch),
+    }
+
+
 def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     """Bytes on each device by class; they add up to ``total``.
 
@@ -28,11 +39,9 @@ def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     count, which is less than ``total`` where XLA lays temporaries over each other only on the device (TPU).
     """
     memory = compiled.memory_analysis()
-    state, batch = program.abstract_state, program.abstract_batch
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
     total = memory.argument_size_in_bytes + fresh + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    rest = {name: value for name, value in state.items() if name != "params"}
-    of = {"parameters": shard_bytes(state["params"]), "optimizer": shard_bytes(rest), "batch": shard_bytes(batch)}
+    of = hbm_bytes_resident(program)
     gradients = min(_gradient_bytes(program), memory.temp_size_in_bytes)
     of |= {"gradients": gradients, "activations": memory.temp_size_in_bytes - gradients}
     of |= {"code": memory.generated_code_size_in_bytes}

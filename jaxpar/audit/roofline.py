@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 from jaxpar.audit.collectives import Collective
 from jaxpar.mesh.axes import MESH_AXES
-from jaxpar.mesh.targets import Chip, Target
+from jaxpar.mesh.targets import Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,65 +20,70 @@ class Level:
     bandwidth: float
 
 
-def network_of(axis: str, mesh: Any, chip: Chip, target: Target) -> Level:
+def network_of(axis: str, mesh: Any, chip: Chip) -> Level:
     """The network that a collective over ``axis`` (a label such as "fsdp" or "fsdp(16 of 256)") runs on.
 
-    A TPU ring uses a link each way along each torus dimension that the group spans whole where it wraps around, else one
+    A TPU ring uses a link each way along each torus dimension that the group spans whole where that closes, else one
     link; groups that cross slices are bound by the data-centre network. GPUs of several nodes share their NICs: a node
     sends what its members send through as many NICs as it has members.
     """
-    devices = _line(axis, mesh)
-    slices = {getattr(d, "slice_index", None) or 0 for d in devices}
+    devices = _group(axis, mesh)
     if chip.platform == "gpu":
         nodes = len({d.process_index for d in devices})
         if nodes == 1:
             return Level("nvlink", chip.networks["nvlink"])
         members = max(1, len(devices) // nodes)
         return Level("network", min(chip.networks["nvlink"], members * chip.networks["network"]))
-    if len(slices) > 1:
-        return Level("dcn", chip.networks["dcn"] * max(1, len(devices) // len(slices)))
-    places = np.array([d.coords for d in devices])
+    slices = len({_slice(d) for d in devices})
+    if slices > 1:
+        return Level("dcn", chip.networks["dcn"] * max(1, len(devices) // slices))
+    torus = _extent(mesh.devices.reshape(-1))
     links = 0
-    for dimension, size in enumerate(target.shape):
-        spanned = len(set(places[:, dimension]))
+    for size, spanned, closes in zip(torus, _extent(devices), chip.closes(torus[: chip.dims]), strict=False):
         if spanned > 1:
-            links += 2 if spanned == size and target.wrap[dimension] else 1
-    return Level("ici", chip.networks["ici"] * max(links, 1))  # 0: the two cores of a chip
+            links += 2 if spanned == size and closes else 1
+    return Level("ici", chip.networks["ici"] * max(links, 1))  # none: the two cores of a chip
 
 
-def _line(axis: str, mesh: Any) -> list[Any]:
-    """The devices of the first group along the axes that a label names; of every axis for "mixed"."""
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def _extent(devices: Iterable[Any]) -> tuple[int, ...]:
+    """Over how many places the devices are spread along each torus dimension."""
+    return tuple(len(set(column)) for column in zip(*[d.coords for d in devices], strict=True))
+
+
+def _group(axis: str, mesh: Any) -> list[Any]:
+    """The devices of one group along the axes that a label names; all of them for "mixed"."""
     names = [part.partition("(")[0] for part in axis.split("+")]
-    taken = [a in names or axis == "mixed" for a in MESH_AXES]
-    grid = mesh.devices[tuple(slice(None) if t else 0 for t in taken)].reshape(-1)
-    if "(" in axis and "+" not in axis:
-        ways, _, whole = axis.partition("(")[2].rstrip(")").partition(" of ")
-        # a stage of the axis: which one the label does not say; the innermost, as wide as any other on a square torus
-        return list(grid[: int(ways)]) if int(whole) == len(grid) else list(grid)
-    return list(grid)
+    line = mesh.devices[tuple(slice(None) if axis == "mixed" or a in names else 0 for a in MESH_AXES)].reshape(-1)
+    part = re.fullmatch(r"\w+\((\d+) of (\d+)\)", axis)
+    if part is None or int(part[2]) != len(line):
+        return list(line)
+    # Which stage of the axis the label does not say: the innermost, or where that has another size the outermost.
+    inner, outer = line[: int(part[1])], line[:: len(line) // int(part[1])]
+    if line[0].platform == "tpu" and sum(n > 1 for n in _extent(inner)) > 1:
+        return list(outer)
+    return list(inner)
 
 
 def roofline(
-    flops: float, dtype: Any, traffic: float, records: Iterable[Collective], chip: Chip, target: Target, mesh: Any
-) -> dict[str, Any]:
+    flops: float, dtype: Any, traffic: float, records: Iterable[Collective], chip: Chip, mesh: Any
+) -> dict[str, float]:
     """Seconds per step of products, memory and each network, and of the step with and without overlap.
 
     ``overlapped``: everything runs beside everything else, the slowest decides. ``serial``: products and memory
     overlap, the networks wait for them and for each other. A real step lies between.
     """
-    seconds: dict[str, float] = {"compute": flops / chip.peak(dtype), "hbm": traffic / chip.hbm}
-    networks: dict[str, float] = dict.fromkeys(_levels(chip), 0.0)
+    seconds = {"compute": flops / chip.peak(dtype), "hbm": traffic / chip.hbm}
+    networks = dict.fromkeys(chip.networks, 0.0)
     levels: dict[str, Level] = {}
     for record in records:
-        level = levels.setdefault(record.axis, network_of(record.axis, mesh, chip, target))
+        if record.axis not in levels:
+            levels[record.axis] = network_of(record.axis, mesh, chip)
+        level = levels[record.axis]
         networks[level.name] += record.total_bytes / level.bandwidth
     seconds |= networks
-    return {
-        **seconds,
-        "overlapped": max(seconds.values()),
-        "serial": max(seconds["compute"], seconds["hbm"]) + sum(networks.values()),
-    }
-
-
-def _levels(chip: Chip) -> Mapping[str, float]:
-    return chip.networks
+    serial = max(seconds["compute"], seconds["hbm"]) + sum(networks.values())
+    return {**seconds, "overlapped": max(seconds.values()), "serial": serial}

@@ -11,21 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxpar.errors import ConfigError, JaxparError
-
-# Dense peak FLOP/s per chip (JAX device) for bf16 matrix products; vendors' product pages, without sparsity.
-PEAK_BF16_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 1153.5e12,  # per core of the two-core chip
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-
+from jaxpar.mesh.targets import chip_of
 
 def start_devices(wanted: str | None = None) -> list[Any]:
     """Start JAX and return its devices.
@@ -92,10 +78,8 @@ def peak_flops(devices: list[Any]) -> tuple[float, str]:
     if platform == "cpu":
         hosts = len({device.process_index for device in devices})
         return hosts * measured_matmul_flops(), "this CPU's own fp32 matrix product, measured at start"
-    for name in sorted(PEAK_BF16_FLOPS, key=len, reverse=True):
-        if name in kind:
-            return PEAK_BF16_FLOPS[name] * len(devices), f"{name} bf16 peak"
-    return 0.0, ""
+    chip = chip_of(devices[0])
+    return (chip.peak("bfloat16") * len(devices), f"{kind} bf16 peak") if chip else (0.0, "")
 
 
 def measured_matmul_flops(size: int = 1024, repeats: int = 5) -> float:

@@ -45,6 +45,11 @@ class Chip:
         """FLOP/s of matrix products in ``dtype``."""
         return self.flops.get(str(dtype), self.flops["bfloat16"])
 
+    def closes(self, torus: tuple[int, ...]) -> tuple[bool, ...]:
+        """Which dimensions of a TPU slice of this size are rings; of a 3-dimensional torus all are, or none."""
+        rings = tuple(size % self.wraps == 0 for size in torus)
+        return rings if self.dims == 2 or all(rings) else (False,) * len(torus)
+
 
 @functools.cache
 def chips() -> dict[str, Chip]:
@@ -75,13 +80,6 @@ class Target:
     def described(self) -> bool:
         """Whether it is compiled for only, and runs nothing."""
         return self.chip is not None
-
-    @property
-    def wrap(self) -> tuple[bool, ...]:
-        """Which torus dimensions of a TPU slice close into a ring."""
-        assert self.chip is not None
-        sized = self.chip.dims == 2 or all(size % self.chip.wraps == 0 for size in self.shape)
-        return tuple(sized and size % self.chip.wraps == 0 for size in self.shape)
 
     def devices(self) -> list[Any]:
         """JAX devices, slice after slice or node after node.
