@@ -3,6 +3,7 @@
     jaxpar train CONFIG     train, in a new run folder
     jaxpar generate RUN     what a run's model writes after a prompt
     jaxpar show CONFIG      the resolved config, parameters, batch, optimizer routing and shardings
+    jaxpar compile CONFIG   the step compiled for a TPU pod or GPU cluster that need not be there, and its costs
     jaxpar data CONFIG      what the model will see: sources, packing, document lengths, decoded rows
     jaxpar parity [CONFIG]  every layout against one device, on eight virtual devices
     jaxpar bench NAME       measurements, as ratios of two things run alternately
@@ -21,15 +22,18 @@ import importlib
 import io
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean, is_of_the_disk
 
+STARTED = time.perf_counter()
 COMMANDS = {  # the function of each, by module of this package; its module is imported when it is asked for
     "train": "train.run",
     "generate": "generate.run",
     "tokenizer": "tokenizer.run",
     "show": "show.run",
+    "compile": "compile.run",
     "data": "data.run",
     "parity": "parity.run",
     "bench": "bench.run",

@@ -1,0 +1,75 @@
+"""``jaxpar compile``: a step compiled for a machine that need not be there, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli.arguments import experiment_of, parse, parser_of, split
+from jaxpar.errors import ConfigError
+
+
+def run(arguments: list[str]) -> int:
+    if "--compare" in arguments:
+        return _compare(arguments)
+    name, rest = split("compile", arguments)
+    parser = _parser("compile CONFIG", "Compile a config's step for a target; exit code 2: it does not fit.")
+    parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized HLO")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the executable, for train --compiled")
+    options, overrides = _parse(parser, name, rest)
+    experiment = experiment_of(name, options.smoke, overrides)
+
+    from jaxpar.cli import STARTED
+    from jaxpar.report.compile import render
+    from jaxpar.runtime.compile import compile_for
+
+    result = compile_for(experiment, options.target, started=STARTED, hlo=options.hlo, save=options.save)
+    print(json.dumps(result, indent=1) if options.json else render(result))
+    return 0 if result["fits"] else 2
+
+
+def _compare(arguments: list[str]) -> int:
+    """``--compare A B``: two configs, or one and its flags for each side."""
+    parser = _parser("compile --compare A B", "Compile two configs and show what they cost side by side.")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="configs; flags after CONFIG, in quotes, are its")
+    options, overrides = _parse(parser, "", arguments)
+
+    from jaxpar.report.compile import render_comparison
+    from jaxpar.runtime.compile import compile_for
+
+    results = []
+    for side in options.compare:
+        name, *own = side.split()
+        doubled = {flag.partition("=")[0] for flag in own} & {flag.partition("=")[0] for flag in overrides}
+        both = [flag for flag in doubled if flag.startswith("--")]
+        if both:
+            raise ConfigError("--compare", side, f"sets {both[0]}, which is set for both sides too", "one of the two")
+        experiment = experiment_of(name, options.smoke, [*own, *overrides])
+        print(f"compiling {side} for {options.target.text}", file=sys.stderr, flush=True)
+        results.append({"config": side, **compile_for(experiment, options.target)})
+    print(json.dumps(results, indent=1) if options.json else render_comparison(results))
+    return 0 if all(result["fits"] for result in results) else 2
+
+
+def _parser(command: str, about: str) -> Any:
+    parser = parser_of(command, about, smoke=True)
+    targets = "v5e:16x16, v5p:4x4x4*2 (slices), h100:8x8 (nodes x GPUs), cpu:8, or attached (the default)"
+    parser.add_argument("--target", default="attached", help=targets)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _parse(parser: Any, name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options with ``target`` parsed, before JAX is imported: a described target needs its surroundings set."""
+    from jaxpar.mesh.targets import parse_target, prepare_to_describe
+
+    known, _ = parser.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
+    target = parse_target(known.target)
+    if target.described:
+        prepare_to_describe()
+    options, overrides = parse(parser, name, arguments)
+    options.target = target
+    return options, overrides
