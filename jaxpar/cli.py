@@ -23,6 +23,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ MOST_ROWS = 10_000
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (the run or the comparison failed) or 2 (the input is wrong)."""
+    """Run one command; returns the exit code.
+
+    0: done. 1: the run or the comparison failed. 2: the input is wrong. 128 + N: signal N ended it; ``train`` saved what
+    there was, and ``--resume`` goes on.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -226,21 +231,23 @@ def _train_on(hosts: Any, experiment: Any, name: str, options: argparse.Namespac
     from jaxpar.report.page import draw_loss
 
     try:
-        train(experiment, run, devices, options.resume, options.quiet, hosts)
+        summary = train(experiment, run, devices, options.resume, options.quiet, hosts)
     except TrainingStopped:
         with contextlib.suppress(JaxparError, OSError):  # the message is what matters
             if hosts.index == 0:
                 draw_loss(run)
         raise
+    # "SIGTERM to host 1 (node02)": whoever started the run can tell that it is not finished
+    code = 128 + signal.Signals[summary.stopped_by.split()[0]] if summary.stopped_by else 0
     if hosts.index:
-        return 0
+        return code
     try:
         figure = draw_loss(run)
     except OSError as error:
         raise TrainingStopped(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
     if figure and not options.quiet:
         print(f"curve    {figure}")
-    return 0
+    return code
 
 
 def _new_run(name: str, resume: bool) -> Path:

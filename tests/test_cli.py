@@ -15,6 +15,7 @@ import jaxpar
 from jaxpar.cli import _experiment, _new_run, main
 from jaxpar.data.tokenizers import ByteTokenizer
 from jaxpar.experiment import Experiment
+from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
 
@@ -287,6 +288,15 @@ def test_train_show_and_resume(here, refused, capfd):
     assert capfd.readouterr().err == ("jaxpar: the curve could not be drawn: Is a directory; the run itself is whole\n")
 
     assert _new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "code"), [(None, 0), ("SIGTERM", 143), ("SIGTERM to host 1 (node02)", 143), ("SIGINT", 130)]
+)
+def test_a_run_that_is_stopped_says_so_by_its_exit_code(here, monkeypatch, stopped_by, code):
+    """0 would tell what started the run that it has finished; ``test_loop.py`` has a run that is stopped in earnest."""
+    monkeypatch.setattr(loop, "train", lambda *_: loop.Summary(3, 1.0, None, None, 99, stopped_by))
+    assert main(["train", "tiny.py", "--devices", "1", "--run", "run"]) == code
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):
