@@ -15,6 +15,7 @@ import jaxpar
 from jaxpar.cli import _experiment, _new_run, main
 from jaxpar.data.tokenizers import ByteTokenizer
 from jaxpar.experiment import Experiment
+from jaxpar.report import page
 from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
@@ -296,6 +297,7 @@ def test_train_show_and_resume(here, refused, capfd):
 def test_a_run_that_is_stopped_says_so_by_its_exit_code(here, monkeypatch, stopped_by, code):
     """0 would tell what started the run that it has finished; ``test_loop.py`` has a run that is stopped in earnest."""
     monkeypatch.setattr(loop, "train", lambda *_: loop.Summary(3, 1.0, None, None, 99, stopped_by))
+    monkeypatch.setattr(page, "draw_loss", lambda run: None)
     assert main(["train", "tiny.py", "--devices", "1", "--run", "run"]) == code
 
 

@@ -101,7 +101,8 @@ fill() { # the checkout on all machines; what was sent before and is gone from i
     unpack='test ! -x jaxpar/tpu_scripts/worker || jaxpar/tpu_scripts/worker free && mkdir -p jaxpar && cd jaxpar && '
     unpack+='touch .sent && xargs -d "\n" rm -f < .sent && tar -xzvf ../jaxpar.tar.gz | grep -v /$ > .sent && '
     unpack+="tpu_scripts/worker fill ${option[--share]-}"
-    reach scp "$archive" "$name:jaxpar.tar.gz" --node=all --worker=all && on_all "$unpack"
+    reach scp "$archive" "$name:jaxpar.tar.gz" --node=all --worker=all || return
+    if [[ ${option[--quiet]-} ]]; then on_all "$unpack" >/dev/null; else on_all "$unpack"; fi
 }
 
 begin() { # begin ID: start the command on all machines
