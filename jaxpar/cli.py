@@ -39,8 +39,8 @@ MOST_ROWS = 10_000
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
-    0: done. 1: the run or the comparison failed. 2: the input is wrong. 128 + N: signal N ended it; ``train`` saved what
-    there was, and ``--resume`` goes on.
+    0: done. 1: the run or the comparison failed. 2: the input is wrong. 128 + N: signal N ended it; ``train`` has saved
+    a checkpoint, from which ``--resume`` goes on.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):

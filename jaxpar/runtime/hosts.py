@@ -238,13 +238,14 @@ def _find(wanted: str, timeout: float) -> tuple[str, str, int, int, int | None] 
         raise ConfigError("--hosts", "auto", f"finds {', '.join(given)} set but not {', '.join(missing)}", _LEGAL)
     from jaxpar.compat import ClusterError, detect_cluster
 
-    _check_slurm()
     try:
         cluster = detect_cluster(timeout)
     except ClusterError as error:
         assert error.__cause__ is not None
         rule = f"finds {error.kind}, but not its hosts: {_SAID_BY[error.kind]}: {one_line(error.__cause__)}"
         raise ConfigError("--hosts", "auto", rule, "none, or ADDRESS:PORT,COUNT,INDEX") from error
+    if cluster is None or cluster.kind == "SLURM":  # mpirun in a job of SLURM is none of srun's business
+        _check_slurm()
     if cluster is None:
         return None
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", cluster.coordinator)
