@@ -39,10 +39,18 @@ class Cluster:
     local_index: int | None  # among the processes of this machine, where the launcher says so
 
 
+class ClusterError(Exception):
+    """A launcher of this ``kind`` is there, and does not say which hosts."""
+
+    def __init__(self, kind: str):
+        self.kind = kind  # as in Cluster; the error itself is the cause
+        super().__init__(kind)
+
+
 def detect_cluster(timeout: float) -> Cluster | None:
     """The launcher that started this process as one of several, by JAX's own detection; None for a plain process.
 
-    SLURM (``srun``), Cloud TPU (GCE and GKE), Open MPI, and indexed Kubernetes jobs. Raises what the detection raises.
+    SLURM (``srun``), Cloud TPU (GCE and GKE), Open MPI, and indexed Kubernetes jobs. Raises ClusterError.
     """
     from jax._src import clusters
 
@@ -50,11 +58,15 @@ def detect_cluster(timeout: float) -> Cluster | None:
         in_kubernetes = env.__name__ == "K8sCluster"
         if env.opt_in_only_method or (in_kubernetes and "JOB_COMPLETION_INDEX" not in os.environ):
             continue
-        if env.is_env_present() and env.get_process_count() > 1:
-            port = os.environ.get("JAX_COORDINATOR_PORT")
-            address = env.get_coordinator_address(int(timeout), port)
-            kind = {"slurm": "SLURM", "ompi": "Open MPI"}.get(env.name, "Kubernetes" if in_kubernetes else "Cloud TPU")
-            return Cluster(kind, address, env.get_process_count(), env.get_process_id(), env.get_local_process_id())
+        kind = {"slurm": "SLURM", "ompi": "Open MPI"}.get(env.name, "Kubernetes" if in_kubernetes else "Cloud TPU")
+        try:
+            present = _in_pod() if env.__name__ == "GceTpuCluster" else env.is_env_present()
+            if present and env.get_process_count() > 1:
+                port = os.environ.get("JAX_COORDINATOR_PORT")
+                address = env.get_coordinator_address(int(timeout), port)
+                return Cluster(kind, address, env.get_process_count(), env.get_process_id(), env.get_local_process_id())
+        except Exception as error:
+            raise ClusterError(kind) from error
     return None
 
 
@@ -75,3 +87,18 @@ def hlo_text(compiled: jax.stages.Compiled) -> str:
     options.print_large_constants = True
     executable: Any = compiled.runtime_executable()
     return executable.hlo_modules()[0].to_string(options)
+
+
+def _in_pod() -> bool:
+    """Whether this machine is a worker of Cloud TPU. JAX takes an error page of its metadata server for an answer."""
+    from jax._src.clusters import cloud_tpu_cluster
+
+    if not cloud_tpu_cluster.running_in_cloud_tpu_vm or "TPU_SKIP_MDS_QUERY" in os.environ:
+        return False
+    for key in ("agent-worker-number", "worker-network-endpoints"):
+        _, status = cloud_tpu_cluster.get_metadata(key)
+        if status == 404 and key == "agent-worker-number":
+            return False
+        if status != 200:
+            raise OSError(f"{key}: HTTP status {status}")
+    return True

@@ -17,6 +17,8 @@ from jaxpar.cli.arguments import experiment_of
 from jaxpar.cli.train import new_run
 from jaxpar.data.tokenizers import ByteTokenizer
 from jaxpar.experiment import Experiment
+from jaxpar.report import page
+from jaxpar.runtime import loop
 from jaxpar.runtime.checkpoints import Checkpoints
 from jaxpar.runtime.run_folder import RunFolder
 
@@ -295,6 +297,16 @@ def test_train_show_and_resume(here, refused, capfd):
     assert out == "" and err.count("\n") == 1 and "is damaged: its contents are not what was written" in err
 
     assert new_run("tiny.py", resume=False) == Path("runs/tiny-2")  # never into the folder of another run
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "code"), [(None, 0), ("SIGTERM", 143), ("SIGTERM to host 1 (node02)", 143), ("SIGINT", 130)]
+)
+def test_a_run_that_is_stopped_says_so_by_its_exit_code(here, monkeypatch, stopped_by, code):
+    """0 would tell what started the run that it has finished; ``test_loop.py`` has a run that is stopped in earnest."""
+    monkeypatch.setattr(loop, "train", lambda *_: loop.Summary(3, 1.0, None, None, 99, stopped_by))
+    monkeypatch.setattr(page, "draw_loss", lambda run: None)
+    assert main(["train", "tiny.py", "--devices", "1", "--run", "run"]) == code
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_exit_code_1(here, capfd):

@@ -44,7 +44,11 @@ COMMANDS = {  # the function of each, by module of this package; its module is i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (the run, the disk or the comparison failed) or 2 (the input is wrong)."""
+    """Run one command; returns the exit code.
+
+    0: done. 1: the run, the disk or the comparison failed. 2: the input is wrong, or a step does not fit its target.
+    128 + N: signal N ended it; ``train`` has saved a checkpoint, from which ``--resume`` goes on.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

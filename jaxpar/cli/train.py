@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +47,23 @@ def _train_on(hosts: Any, experiment: Any, name: str, options: argparse.Namespac
     from jaxpar.report.page import draw_loss
 
     try:
-        train(experiment, run, devices, options.resume, options.quiet, hosts)
+        summary = train(experiment, run, devices, options.resume, options.quiet, hosts)
     except TrainingStopped:
         with contextlib.suppress(JaxparError, OSError):  # the message is what matters
             if hosts.index == 0:
                 draw_loss(run)
         raise
+    # "SIGTERM to host 1 (node02)": whoever started the run can tell that it is not finished
+    code = 128 + signal.Signals[summary.stopped_by.split()[0]] if summary.stopped_by else 0
     if hosts.index:
-        return 0
+        return code
     try:
         figure = draw_loss(run)
     except OSError as error:
         raise RunError(f"the curve could not be drawn: {error.strerror}; the run itself is whole") from error
     if figure and not options.quiet:
         print(f"curve    {figure}")
-    return 0
+    return code
 
 
 def new_run(name: str, resume: bool) -> Path:

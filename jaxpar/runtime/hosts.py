@@ -31,6 +31,12 @@ from jaxpar.runtime.link import HostsError, Link, one_line
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LEGAL = "auto, none, or ADDRESS:PORT,COUNT,INDEX"
+_SAID_BY = {  # what a launcher tells its processes with
+    "SLURM": "SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID",
+    "Cloud TPU": "the metadata of this TPU worker",
+    "Open MPI": "OMPI_MCA_orte_hnp_uri, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK",
+    "Kubernetes": "the job of this pod",
+}
 _NEVER = 10**6  # seconds; of JAX's own heartbeat, since the link watches
 
 
@@ -230,17 +236,32 @@ def _find(wanted: str, timeout: float) -> tuple[str, str, int, int, int | None] 
     if "JAX_NUM_PROCESSES" in given or "JAX_PROCESS_ID" in given:
         missing = [name for name in _VARIABLES if name not in given]
         raise ConfigError("--hosts", "auto", f"finds {', '.join(given)} set but not {', '.join(missing)}", _LEGAL)
-    from jaxpar.compat import detect_cluster
+    from jaxpar.compat import ClusterError, detect_cluster
 
     try:
         cluster = detect_cluster(timeout)
-    except Exception as error:
-        rule = f"finds a cluster, but not its hosts: {one_line(error)}"
+    except ClusterError as error:
+        assert error.__cause__ is not None
+        rule = f"finds {error.kind}, but not its hosts: {_SAID_BY[error.kind]}: {one_line(error.__cause__)}"
         raise ConfigError("--hosts", "auto", rule, "none, or ADDRESS:PORT,COUNT,INDEX") from error
+    if cluster is None or cluster.kind == "SLURM":  # mpirun in a job of SLURM is none of srun's business
+        _check_slurm()
     if cluster is None:
         return None
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", cluster.coordinator)
-    return cluster.kind, coordinator, cluster.count, cluster.index, cluster.local_index
+    said = (coordinator, str(cluster.count), str(cluster.index))
+    checked = _checked(_SAID_BY[cluster.kind], ",".join(said), cluster.kind, *said)
+    return checked and (*checked[:-1], cluster.local_index)
+
+
+def _check_slurm() -> None:
+    """Raise ConfigError where SLURM's variables say that not all of the job takes part."""
+    nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES", "1"), os.environ.get("SLURM_NTASKS")
+    if nodes != "1" and "SLURM_STEP_NODELIST" not in os.environ:
+        rule = f"finds a SLURM job of {nodes} nodes, and no srun that starts a process on each"
+        raise ConfigError("--hosts", "auto", rule, "srun jaxpar train ..., or --hosts none: this node alone")
+    if tasks is not None and (of_step := os.environ.get("SLURM_STEP_NUM_TASKS", tasks)) != tasks:
+        raise ConfigError("SLURM_NTASKS", tasks, f"is not SLURM_STEP_NUM_TASKS, {of_step}", "both as srun sets them")
 
 
 def _checked(

@@ -162,6 +162,79 @@ def test_a_port_that_is_taken():
             start_hosts(f"127.0.0.1:{port},2,0", 1.0, {})
 
 
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", "what answers at {} is no host 0"),
+        (b"", "host 0 at {} ended before all hosts"),
+    ],
+)
+def test_who_answers_is_not_host_0(answer, line):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        port = server.getsockname()[1]
+        pool.submit(serve)
+        with pytest.raises(HostsError, match=rf"^--hosts: {line.format(f'127.0.0.1:{port}')}"):
+            start_hosts(f"127.0.0.1:{port},2,1", 5.0, {})
+
+
+def test_a_host_whose_name_nobody_knows(monkeypatch):
+    async def connect(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("asyncio.open_connection", connect)
+    with pytest.raises(HostsError, match=r"^--hosts: host 0 cannot be reached at node01:80 for 1 s: Name or service"):
+        start_hosts("node01:80,2,1", 1.0, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("who", "line"),
+    [
+        (((0, 2), (1, 3)), rf"host 1 \({NAME}\) was started as one of 3 hosts, host 0 as one of 2"),
+        (((0, 3), (1, 3), (1, 3)), rf"two processes say that they are host 1 \({NAME} and {NAME}\)"),
+    ],
+    ids=["other counts", "one index twice"],
+)
+def test_hosts_that_do_not_count_alike(who, line):
+    """All end at once and say so, though each would wait for the others for a minute."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING, str(index), str(count), str(port)],
+            env={"PYTHONPATH": ":".join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, count in who
+    ]
+    try:
+        for process in processes:
+            error = process.communicate(timeout=30)[1]
+            assert re.fullmatch(rf"jaxpar: .*--hosts: {line}\n", error), error
+            assert process.returncode == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+MEETING = """
+import sys
+from jaxpar.runtime.link import HostsError, Link
+try:
+    Link(int(sys.argv[1]), int(sys.argv[2]), ("127.0.0.1", int(sys.argv[3])), 60.0)
+except HostsError as error:
+    sys.exit(f"jaxpar: {error}")
+"""
+
+
 def test_strangers_are_ignored():
     """A port scanner, or a browser."""
     port = free_port()
@@ -178,78 +251,6 @@ def test_strangers_are_ignored():
         one = pool.submit(Link, 1, 2, ("127.0.0.1", port), 20.0)
         links = [zero.result(30), one.result(30)]
         list(pool.map(lambda link: link.close(), links))
-
-
-# What the flag and the environment say
-
-
-@pytest.mark.parametrize(
-    ("wanted", "rule"),
-    [
-        ("two", "does not say which hosts"),
-        ("node1,2,0", "has no ADDRESS:PORT in 'node1'"),
-        ("node1:0,2,0", "has no ADDRESS:PORT"),
-        (":80,2,0", "has no ADDRESS:PORT"),
-        ("node1:80,0,0", "has no number of hosts in '0'"),
-        ("node1:80,x,0", "has no number of hosts in 'x'"),
-        ("node1:80,2,2", r"has no index of a host in '2' \(legal: INDEX from 0 to 1"),
-        ("node1:80,2,-1", "has no index of a host"),
-    ],
-)
-def test_flags_that_cannot_be(wanted, rule):
-    with pytest.raises(ConfigError, match=f"^--hosts: {wanted} {rule}"):
-        start_hosts(wanted, 1.0, {})
-
-
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
-def test_timeouts_that_cannot_be(timeout):
-    with pytest.raises(ConfigError, match=r"^--host-timeout: "):
-        start_hosts("none", timeout, {})
-
-
-SLURM = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_NODELIST": "node[07-09]",
-    "SLURM_NTASKS": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-}
-EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "node01:4000", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-OMPI = {
-    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, None),
-        (SLURM, ("SLURM", "node07:61457", 3, 2, 0)),
-        ({**SLURM, "JAX_COORDINATOR_PORT": "5000"}, ("SLURM", "node07:5000", 3, 2, 0)),
-        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "ib07:5000"}, ("SLURM", "ib07:5000", 3, 2, 0)),
-        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # one task is a plain process
-        (EXPLICIT, ("environment", "node01:4000", 2, 1, None)),
-        ({**EXPLICIT, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-        (OMPI, ("Open MPI", "10.96.0.1:62624", 4, 3, 1)),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # any pod has it
-    ],
-)
-def test_what_the_environment_says(monkeypatch, environment, found):
-    for name in {**SLURM, **EXPLICIT, **OMPI, "JAX_COORDINATOR_PORT": ""}:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert hosts_module._find("auto", 1.0) == found
-    assert hosts_module._find("none", 1.0) is None
-
-
-def test_half_an_environment(monkeypatch):
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    with pytest.raises(ConfigError, match="finds JAX_NUM_PROCESSES set but not JAX_COORDINATOR_ADDRESS, JAX_PROCESS_"):
-        start_hosts("auto", 1.0, {})
 
 
 def test_a_plain_process_opens_no_connection(monkeypatch):
