@@ -31,7 +31,9 @@ class TrainConfig:
     init_from: str | None = None  # a run folder or one of its checkpoints: start with its parameters, all else fresh
     compute: Literal["auto", "float32", "bfloat16"] = "auto"  # matrix products; auto: bfloat16, on a CPU float32
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # gradients while devices add them
-    remat: Literal["none", "dots", "qkv", "attention", "full", "offload"] = "none"  # what the backward pass recomputes in a layer
+    remat: Literal["none", "dots", "qkv", "attention", "full", "offload"] = (
+        "none"  # what the backward pass recomputes in a layer
+    )
     eval_every: int = 200  # steps between evaluations; there is always one at the end
     eval_batches: int = 20  # batches of an evaluation at most
     checkpoint_every: int = 500  # steps between checkpoints; there is always one at the end
@@ -39,7 +41,7 @@ class TrainConfig:
     keep_every: int | None = None  # and every multiple of this many steps; none: only the newest
     log_every: int = 1  # steps between lines of metrics.jsonl
     max_skipped: int = 5  # consecutive non-finite steps, each skipped whole, after which the run stops
-    compiler_options: tuple[str, ...] = ()  # of XLA, for the step: NAME=VALUE
+    compiler_options: tuple[str, ...] = ()  # of XLA: NAME=VALUE; xla_tpu_... is for TPUs only, and so on
     profile: str | None = None  # steps to trace, FIRST:STOP: 10:13 is 10, 11 and 12; the first step of a run is 1
 
     def validate(self) -> None:
@@ -68,7 +70,9 @@ class TrainConfig:
             name, equals, value = option.partition("=")
             if not equals or not re.fullmatch(r"\w+", name) or not value:
                 rule = "is not NAME=VALUE"
-                raise ConfigError("train.compiler_options", option, rule, "such as xla_tpu_enable_async_all_to_all=true")
+                raise ConfigError(
+                    "train.compiler_options", option, rule, "such as xla_tpu_enable_async_all_to_all=true"
+                )
             found[name] = {"true": True, "false": False}.get(value.lower(), value)
         return found
 

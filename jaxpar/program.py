@@ -68,13 +68,13 @@ class Program:
         self._describe_parameters()
         self._stored = self.tree([p.layout.stored for p in self.parameters])
         self._updated = self.tree([p.layout.updated for p in self.parameters])
-        zero = ZeroCollectives(torus_stages(self.mesh, ZERO_AXIS), jnp.dtype(experiment.train.reduce_dtype))
-        self._reducer = Reducer(self._layouts, self.sizes, zero)
+        self._zero = ZeroCollectives(torus_stages(self.mesh, ZERO_AXIS), jnp.dtype(experiment.train.reduce_dtype))
+        self._reducer = Reducer(self._layouts, self.sizes, self._zero)
         self._layout = MeshLayout(
             sizes=self.sizes,
             rules=experiment.rules,
             zero_dims=self.zero_dims,
-            zero=zero,
+            zero=self._zero,
             dtype=self.dtype,
             kernel=self.kernel,
             remat_policy=experiment.train.remat,
@@ -274,13 +274,28 @@ class Program:
 
         params = jax.tree.map(lambda p, u: keep(p - rate * u, p), params, updates)
         new_state = {
-            "params": jax.tree.map(jax.reshard, params, self._stored),
+            "params": self._store(params),
             "opt": jax.tree.map(keep, opt, state["opt"]),
             "step": state["step"] + 1,
             "skipped": state["skipped"] + jnp.where(finite, 0, 1).astype(jnp.int32),
         }
         metrics = {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": new_state["skipped"]}
         return new_state, metrics
+
+    def _store(self, params: Any) -> Any:
+        """Updated parameters as they are kept: at ZeRO 1 and 2, and for vectors, all-gathered over the ZeRO axis."""
+
+        def gather(shard: jax.Array, layout: LeafLayout) -> jax.Array:
+            if layout.stored == layout.updated or layout.zero_dim is None:
+                return shard
+            return self._zero.all_gather(shard, layout.zero_dim)
+
+        return jax.shard_map(
+            lambda params: jax.tree.map(gather, params, self._layouts),
+            in_specs=(self._updated,),
+            out_specs=self._stored,
+            check_vma=False,  # a gathered array is typed as varying
+        )(params)
 
     def _step(self, state: State, batch: Any, scalars: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
         grads, metrics = self.gradients(state["params"], batch, scalars)
@@ -312,7 +327,13 @@ class Program:
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch, scalars) -> (state, metrics)``; donates the state."""
-        return self.lower_step().compile(self.experiment.train.options() or None)
+        return self.lower_step().compile(self.compiler_options or None)
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """Of XLA, for the step; those that are named after another platform mean nothing on this one."""
+        others = tuple(f"xla_{platform}_" for platform in ("cpu", "gpu", "tpu") if platform != self.platform)
+        return {k: v for k, v in self.experiment.train.options().items() if not k.startswith(others)}
 
     @functools.cached_property
     def evaluate(self) -> Any:

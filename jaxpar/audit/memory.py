@@ -102,7 +102,9 @@ def _telling(op_names: list[str]) -> str:
     return max(readable, key=len, default="a constant or a copy")
 
 
-_NOISE = re.compile(r"jit\([^)]*\)|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|jvp\(\)|transpose\(jvp\(\)\)|")
+_NOISE = re.compile(
+    r"jit\([^)]*\)|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|jvp\(\)|transpose\(jvp\(\)\)|"
+)
 
 
 def readable_name(op_name: str) -> str:

@@ -34,7 +34,9 @@ def run(arguments: list[str]) -> int:
 def _compare(arguments: list[str]) -> int:
     """``--compare A B``: two configs, or one and its flags for each side."""
     parser = _parser("compile --compare A B", "Compile two configs and show what they cost side by side.")
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="configs; flags after CONFIG, in quotes, are its")
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="configs; flags after CONFIG, in quotes, are its"
+    )
     options, overrides = _parse(parser, "", arguments)
 
     from jaxpar.report.compile import render_comparison

@@ -13,6 +13,7 @@ from typing import Any
 from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.mesh.targets import chip_of
 
+
 def start_devices(wanted: str | None = None) -> list[Any]:
     """Start JAX and return its devices.
 

@@ -221,7 +221,9 @@ def prepare_to_describe() -> None:
         "TPU_MIN_LOG_LEVEL": "3",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    os.environ.update({name: value for name, value in quiet.items() if name not in os.environ or name == "JAX_PLATFORMS"})
+    os.environ.update(
+        {name: value for name, value in quiet.items() if name not in os.environ or name == "JAX_PLATFORMS"}
+    )
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 

@@ -98,7 +98,9 @@ def _wire(result: dict[str, Any]) -> list[str]:
     if result["unrequested"]:
         lines.append("  not asked for by any rule:")
         for r in result["unrequested"]:
-            lines.append(f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {r['op']} {r['source']}".rstrip())
+            lines.append(
+                f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {r['op']} {r['source']}".rstrip()
+            )
     elif wire["total"]:
         lines.append("  every collective was asked for")
     return lines

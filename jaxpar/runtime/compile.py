@@ -51,7 +51,7 @@ def compile_for(
         lowered = program.lower_step()
     with tempfile.TemporaryDirectory(prefix="jaxpar-") as folder:
         dump = Path(folder)
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **experiment.train.options()}
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **program.compiler_options}
         options |= OPTIONS.get(program.platform, {}) if target.described else {}
         try:
             with _timed(seconds, "compile"), _no_cache():
