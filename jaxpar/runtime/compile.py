@@ -35,8 +35,8 @@ def compile_for(
     """Compile the experiment's step for ``target`` and audit it (see ``audit.audit``).
 
     Adds ``target`` and ``seconds.{import, lower, compile, audit, processor}``: since ``started`` (``perf_counter``)
-    until devices are there, of tracing and lowering, of XLA, of reading the result, and of both cores since the process
-    began. A step that XLA refuses for want of memory gives ``fits`` false, ``hbm_needed`` and what lies in memory
+    until devices are there, of tracing and lowering, of XLA, of reading the result, and of all cores from the start of
+    the process until the step was compiled. A step that XLA refuses for want of memory gives ``fits`` false, ``hbm_needed`` and what lies in memory
     between steps, and nothing more. ``hlo``: a file for the optimized HLO; ``save``: one for the executable.
 
     Raises ConfigError where target and experiment do not fit, RunError when XLA fails.
@@ -58,14 +58,14 @@ def compile_for(
                 compiled = lowered.compile(options)
         except jax.errors.JaxRuntimeError as error:
             return {**_refused(program, error), "target": target.text, "seconds": seconds}
+        seconds["processor"] = sum(os.times()[:2])
         with _timed(seconds, "audit"):
             result = audit(program, compiled, dump)
     if hlo is not None:
         _write(hlo, compiled.as_text().encode(), "--hlo")
     if save is not None:
         save_step(save, program, compiled)
-    processor = sum(os.times()[:2])
-    result["seconds"] = {**seconds, "processor": processor, **result["seconds"]}
+    result["seconds"] = {**seconds, **result["seconds"]}
     return {"target": target.text, **result}
 
 
