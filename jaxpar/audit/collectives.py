@@ -103,6 +103,13 @@ def summary(records: Iterable[Collective]) -> dict[str, Any]:
     return out
 
 
+def primitives(op_name: str) -> set[str]:
+    """The primitives at the end of an op_name; of merged collectives, ``.../(q/all_gather:k/all_gather)``, each."""
+    merged = re.search(r"\(([^()]*:[^()]*)\)$", op_name)
+    names = merged[1].split(":") if merged else [op_name]
+    return {name.rsplit("/", 1)[-1].removesuffix("_start").removesuffix("_done") for name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class Unrequested:
     """Collectives that the program did not ask for by name."""
@@ -119,8 +126,7 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
     """
     found = Unrequested([], [])
     for r in records:
-        primitive = r.op_name.rsplit("/", 1)[-1]
-        if primitive.removesuffix("_start").removesuffix("_done") in asked:
+        if primitives(r.op_name) <= set(asked):
             continue
         small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
         (found.reductions if small else found.resharding).append(r)

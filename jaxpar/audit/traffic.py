@@ -10,8 +10,7 @@ from jaxpar.audit.shapes import arrays
 FREE = frozenset(
     """
     parameter constant tuple get-tuple-element bitcast while conditional call after-all optimization-barrier
-    partition-id replica-id async-start async-update async-done copy-done all-gather-done all-reduce-done
-    collective-permute-done send-done recv-done iota
+    partition-id replica-id async-start async-update iota
     """.split()  # noqa: SIM905
 )
 
@@ -35,8 +34,8 @@ def hbm_traffic(module: Module) -> float:
 
 
 def _bytes(module: Module, instruction: Instruction) -> float:
-    kind = instruction.opcode
-    if kind in FREE:
+    kind = instruction.base_opcode
+    if kind in FREE or kind.endswith("-done"):
         return 0.0
     if kind == "dynamic-update-slice":
         return 2.0 * _in_hbm(instruction.operands[1])
@@ -49,6 +48,7 @@ def _bytes(module: Module, instruction: Instruction) -> float:
 
 def _of_fusion(module: Module, fusion: Instruction) -> float:
     inner = module.computations[fusion.called["calls"][0]]
+    result = fusion.shape if fusion.opcode == "fusion" else fusion.shape[1]  # started apart: (operands, result, context)
     total = 0.0
     updated = {
         i.operand_names[0] for i in inner.instructions if i.opcode == "dynamic-update-slice"
@@ -64,7 +64,7 @@ def _of_fusion(module: Module, fusion: Instruction) -> float:
         else:
             total += _in_hbm(operand)
     updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
-    written = _in_hbm(fusion)
+    written = float(sum(array.nbytes for array in arrays(result) if array.memory_space == 0))
     for update in updates:
         whole, part = arrays(update.shape)[0].nbytes, arrays(update.operands[1].shape)[0].nbytes
         if written >= whole:

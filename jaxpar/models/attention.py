@@ -190,6 +190,8 @@ def _zeros_varying_like(q: jax.Array, k: jax.Array, shape: tuple[int, ...]) -> j
 
 
 def _blocks_forward(q, k, v, q_seg, k_seg, q_offset, mask, R, chunk, aligned):
+    # Without this a rematerialised layer would know the masks of all blocks beforehand, and keep them.
+    q, q_seg, k_seg, q_offset = jax.lax.optimization_barrier((q, q_seg, k_seg, q_offset))
     qs, q_segs = (_cut(x, chunk * R) for x in (q, q_seg))
     ks, vs, k_segs = (_cut(x, chunk) for x in (k, v, k_seg))
     n, B, rows, G, K = qs.shape
