@@ -103,10 +103,19 @@ def summary(records: Iterable[Collective]) -> dict[str, Any]:
     return out
 
 
+def _opening(text: str) -> int:
+    """Where the parenthesis opens that closes at the end of ``text``."""
+    depth = 0
+    for at in range(len(text) - 1, -1, -1):
+        depth += (text[at] == ")") - (text[at] == "(")
+        if depth == 0:
+            return at
+    return 0
+
+
 def primitives(op_name: str) -> set[str]:
     """The primitives at the end of an op_name; of merged collectives, ``.../(q/all_gather:k/all_gather)``, each."""
-    merged = re.search(r"\(([^()]*:[^()]*)\)$", op_name)
-    names = merged[1].split(":") if merged else [op_name]
+    names = op_name[_opening(op_name) + 1 : -1].split(":") if op_name.endswith(")") and ":" in op_name else [op_name]
     return {name.rsplit("/", 1)[-1].removesuffix("_start").removesuffix("_done") for name in names}
 
 

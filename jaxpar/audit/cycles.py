@@ -25,7 +25,8 @@ def estimated_cycles(module: Module) -> dict[str, int]:
 
 
 def _cycles(instruction: Instruction) -> int:
-    return int(instruction.backend_config.get("window_config", {}).get("estimated_cycles", 0))
+    cycles = int(instruction.backend_config.get("window_config", {}).get("estimated_cycles", 0))
+    return cycles if cycles < 2**62 else 0  # the largest number: no estimate
 
 
 def _has_product(module: Module, instruction: Instruction) -> bool:

@@ -213,7 +213,7 @@ def parse(text: str) -> Module:
             if START.match(line):
                 finish()
                 pending.append(line)
-            elif line == "}":
+            elif line == "}" or line.startswith('}, execution_thread="'):
                 finish()
                 computation = None
             elif pending:
