@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.errors import ConfigError
 from jaxpar.mesh.devices import device_memory
-from jaxpar.mesh.rules import live, spec
+from jaxpar.mesh.rules import ZERO_AXIS, live, spec
 from jaxpar.models.attention import Mask, attend_cached
 from jaxpar.models.layout import parameter_dtype
 from jaxpar.models.sampling import SamplingConfig, sample
 from jaxpar.parallel.attention import choose_kernel
+from jaxpar.parallel.collectives import ZeroCollectives
 from jaxpar.parallel.decode import ROW_AXES, DecodeLayout
 from jaxpar.program import Program
 
@@ -171,7 +172,9 @@ class Generator:
             sizes=self.sizes,
             rules=dataclasses.replace(experiment.rules, zero=0),
             zero_dims=dict.fromkeys(program.zero_dims),
+            zero=ZeroCollectives((self.sizes[ZERO_AXIS],)),
             dtype=program.dtype,
+            platform=program.platform,
             kernel=kernel,
             remat_policy="none",
         )

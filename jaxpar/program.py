@@ -76,6 +76,7 @@ class Program:
             zero_dims=self.zero_dims,
             zero=self._zero,
             dtype=self.dtype,
+            platform=self.platform,
             kernel=self.kernel,
             remat_policy=experiment.train.remat,
         )

@@ -38,7 +38,7 @@ def executed_flops(program: Program) -> float:
         for name, count in weights.items():
             times = 6 + (2 if name in again else 0)
             flops += times * tokens * count * (heads_whole if name in ("qkv", "o") else 1)
-        if program.kernel == "splash":  # the product that exchanges halves
+        if program.platform == "tpu":  # the product that exchanges halves
             flops += (4 + (2 if "rope" in again else 0)) * tokens * (H + G) * K * K
         keys, backward = _attention(program, mask.window)
         products = 2 + backward + (2 if "attention" in again else 0)

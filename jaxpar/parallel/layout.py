@@ -37,6 +37,7 @@ class MeshLayout:
     zero_dims: dict[LogicalAxes, int | None]  # of one layer's leaf: the dimension cut at ZeRO 2 or 3, none: never
     zero: ZeroCollectives
     dtype: Any  # compute dtype
+    platform: str  # "tpu", "gpu" or "cpu"
     kernel: Kernel
     remat_policy: Remat
 
@@ -70,7 +71,7 @@ class MeshLayout:
 
     def swap_halves(self, x: jax.Array) -> jax.Array:
         """On a TPU a product: moving data between lanes costs it more than the matrix unit needs."""
-        return (multiply if self.kernel == "splash" else roll)(x)
+        return (multiply if self.platform == "tpu" else roll)(x)
 
     def embed(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Look up this device's rows, then a reduce-scatter over tensor from the vocabulary to the sequence."""
