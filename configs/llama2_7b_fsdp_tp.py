@@ -2,14 +2,16 @@
 
 import dataclasses
 
+from configs.llama2_7b import MEMORY_LIMIT, shrink
 from configs.llama2_7b import config as base
-from configs.llama2_7b import shrink
 from jaxpar.experiment import Experiment, MeshConfig
 
 
 def config() -> Experiment:
     """64 shards of the state x 4 of every product."""
-    return dataclasses.replace(base(), mesh=MeshConfig(fsdp=-1, tensor=4))
+    fsdp = base()
+    train = dataclasses.replace(fsdp.train, compiler_options=(f"{MEMORY_LIMIT}=30",))
+    return dataclasses.replace(fsdp, mesh=MeshConfig(fsdp=-1, tensor=4), train=train)
 
 
 def smoke() -> Experiment:

@@ -27,7 +27,7 @@ def config() -> Experiment:
             norm_eps=1e-5,
             rope=RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0),
         ),
-        train=dataclasses.replace(base.train, global_batch=256, seq_len=8192),
+        train=dataclasses.replace(base.train, global_batch=256, seq_len=8192, compiler_options=()),
     )
 
 
