@@ -25,6 +25,7 @@ from jaxpar.models.attention import Mask, attend_cached
 from jaxpar.models.layout import parameter_dtype
 from jaxpar.models.sampling import SamplingConfig, sample
 from jaxpar.parallel.attention import choose_kernel
+from jaxpar.parallel.collectives import ZeroCollectives
 from jaxpar.parallel.decode import ROW_AXES, DecodeLayout
 from jaxpar.program import Program
 
@@ -171,6 +172,7 @@ class Generator:
             sizes=self.sizes,
             rules=dataclasses.replace(experiment.rules, zero=0),
             zero_dims=dict.fromkeys(program.zero_dims),
+            zero=ZeroCollectives((1,)),
             dtype=program.dtype,
             kernel=kernel,
             remat_policy="none",

@@ -119,12 +119,18 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
     """
     found = Unrequested([], [])
     for r in records:
-        primitive = r.op_name.rsplit("/", 1)[-1]
-        if primitive.removesuffix("_start").removesuffix("_done") in asked:
+        if _primitives(r.op_name) <= set(asked):
             continue
         small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
         (found.reductions if small else found.resharding).append(r)
     return found
+
+
+def _primitives(op_name: str) -> set[str]:
+    """The last parts of an op_name; XLA:GPU names what it merged ``before/(a/all_gather:b/all_gather)``."""
+    merged = re.search(r"/\((.*:.*)\)$", op_name)
+    names = merged[1].split(":") if merged else [op_name]
+    return {name.rsplit("/", 1)[-1].removesuffix("_start").removesuffix("_done") for name in names}
 
 
 def _of_computation(

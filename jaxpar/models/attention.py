@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.compat import as_varying, varying_axes
