@@ -126,7 +126,8 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
         if _primitives(r.op_name) <= set(asked):
             continue
         small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
-        (found.reductions if small else found.resharding if r.op_name else found.unnamed).append(r)
+        named = r.op_name and not r.op_name.endswith("optimization_barrier")  # which moves nothing: another's name
+        (found.reductions if small else found.resharding if named else found.unnamed).append(r)
     return found
 
 
