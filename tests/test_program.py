@@ -204,7 +204,7 @@ def replaced(program, **train):
     return Program(experiment, list(program.mesh.devices.flat))
 
 
-@pytest.mark.parametrize("remat", ["dots", "qkv", "full"])
+@pytest.mark.parametrize("remat", ["dots", "qkv", "attention", "full", "offload"])
 def test_recomputation_changes_no_gradient(remat):
     """Whatever is kept."""
     program = replaced(oracle.program("gemma", tensor=2, fsdp=2), remat=remat)

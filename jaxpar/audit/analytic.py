@@ -27,7 +27,7 @@ def executed_flops(program: Program) -> float:
         "down": model.mlp_width * model.embed,
     }
     again = {
-        "none": (), "dots": (), "qkv": ("attention", "o", "up"), "attention": ("rope", "qkv", "up"),
+        "none": (), "dots": ("attention",), "qkv": ("attention", "o", "up"), "attention": ("rope", "qkv", "up"),
         "full": ("rope", "qkv", "attention", "o", "up"),
     }["full" if train.remat == "offload" else train.remat]  # fmt: skip
     tokens = experiment.tokens_per_step / math.prod(sizes.values())
@@ -42,8 +42,8 @@ def executed_flops(program: Program) -> float:
             flops += (4 + (2 if "rope" in again else 0)) * tokens * (H + G) * K * K
         keys, backward = _attention(program, mask.window)
         products = 2 + backward + (2 if "attention" in again else 0)
-        if train.remat == "dots" and program.kernel == "chunked" and backward == 5:
-            products += 2  # a scan of chunks is no product that can be kept
+        if train.remat == "attention" and backward == 4:
+            products += 1  # one block keeps no sums of its softmax: the scores are made again
         flops += 2 * products * tokens * H * K * keys * heads_whole
     return flops
 

@@ -20,8 +20,6 @@ from jaxpar.mesh.devices import device_memory
 from jaxpar.mesh.targets import chip_of
 from jaxpar.program import Program
 
-SMALL = 1 << 20  # bytes per step below which an unrequested collective is not worth a line
-
 
 def audit(program: Program, compiled: Any, dump: Path | None = None, most: int = 12) -> dict[str, Any]:
     """The costs of ``compiled``, the program's step, per device and step unless a key says otherwise.
@@ -32,7 +30,8 @@ def audit(program: Program, compiled: Any, dump: Path | None = None, most: int =
     - ``flops``: ``hlo`` counted, ``analytic`` by formula, ``model`` (6 per weight and token, attention's causal half,
       nothing recomputed), ``kernels``, and what is not in the count by name (``unknown``, ``unknown_loops``);
     - ``wire_bytes``: ``total``, ``by_kind``, ``by_axis``, ``by_axis_and_kind``, ``asynchronous``;
-    - ``unrequested``: the collectives that no line of the program asked for, the largest first;
+    - ``unrequested``: the collectives that no line of the program asked for, the largest first; ``unnamed_bytes``: of
+      those that XLA left without a name, of which nothing can be said (TPU slices);
     - ``hbm_traffic``, ``estimated_cycles`` (TPU);
     - ``seconds.roofline`` and ``mfu``: see ``roofline``; None for a device that chips.toml does not have.
     """
@@ -41,6 +40,7 @@ def audit(program: Program, compiled: Any, dump: Path | None = None, most: int =
     chip = chip_of(device)
     counted = flops.count(module)
     records = wire.collectives(module, program.sizes)
+    unrequested = wire.unrequested(records)
     traffic, cycles = hbm_traffic(module), sum(estimated_cycles(module).values())
     hbm, limit = hbm_bytes(program, compiled), chip.hbm_bytes if chip else device_memory(program.mesh.devices.flat)
     devices = program.mesh.devices.size
@@ -70,7 +70,8 @@ def audit(program: Program, compiled: Any, dump: Path | None = None, most: int =
             "unknown_loops": counted.unknown_loops,
         },
         "wire_bytes": wire.summary(records),
-        "unrequested": _unrequested(records, most),
+        "unrequested": _listed(unrequested.resharding, most),
+        "unnamed_bytes": sum(r.total_bytes for r in unrequested.unnamed),
         "hbm_traffic": traffic,
         "estimated_cycles": cycles or None,
         "seconds": {"roofline": times},
@@ -79,11 +80,10 @@ def audit(program: Program, compiled: Any, dump: Path | None = None, most: int =
     }
 
 
-def _unrequested(records: list[wire.Collective], most: int) -> list[dict[str, Any]]:
-    found = [r for r in wire.unrequested(records).resharding if r.total_bytes]
-    found.sort(key=lambda r: -r.total_bytes)
+def _listed(records: list[wire.Collective], most: int) -> list[dict[str, Any]]:
+    found = sorted((r for r in records if r.total_bytes), key=lambda r: -r.total_bytes)
     return [
-        {"kind": r.kind, "axis": r.axis, "bytes": r.total_bytes, "op": r.op_name or r.instruction, "source": r.source}
+        {"kind": r.kind, "axis": r.axis, "bytes": r.total_bytes, "op": r.op_name, "source": r.source}
         for r in found[:most]
     ]
 

@@ -3,6 +3,8 @@
 Conventions, g devices in a group: an all-gather and a reduce-scatter move (g-1)/g of the whole array, an all-reduce
 twice that, an all-to-all (g-1)/g of its operand, a permute and a broadcast their operand once. A group of one moves
 nothing. A ragged all-to-all is counted as if every row were sent and the load even: what moves depends on the data.
+
+Between TPU slices XLA hands arrays to the hosts: a ``send`` names what they do with it. Those modules lose most op_names.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Collective:
     source: str  # file:line
     instruction: str
     by_partitioner: bool  # marked by XLA's partitioner as its own (jax 0.12), not written in a shard_map
+    between_slices: bool = False  # by the hosts of TPU slices, over the data-centre network
 
     @property
     def total_bytes(self) -> float:
@@ -103,28 +106,13 @@ def summary(records: Iterable[Collective]) -> dict[str, Any]:
     return out
 
 
-def _opening(text: str) -> int:
-    """Where the parenthesis opens that closes at the end of ``text``."""
-    depth = 0
-    for at in range(len(text) - 1, -1, -1):
-        depth += (text[at] == ")") - (text[at] == "(")
-        if depth == 0:
-            return at
-    return 0
-
-
-def primitives(op_name: str) -> set[str]:
-    """The primitives at the end of an op_name; of merged collectives, ``.../(q/all_gather:k/all_gather)``, each."""
-    names = op_name[_opening(op_name) + 1 : -1].split(":") if op_name.endswith(")") and ":" in op_name else [op_name]
-    return {name.rsplit("/", 1)[-1].removesuffix("_start").removesuffix("_done") for name in names}
-
-
 @dataclasses.dataclass(frozen=True)
 class Unrequested:
     """Collectives that the program did not ask for by name."""
 
     resharding: list[Collective]  # data moved because an operation needed it elsewhere
     reductions: list[Collective]  # small all-reduces (norms, counts) of sums over sharded arrays
+    unnamed: list[Collective]  # XLA left no name, so nothing can be said
 
 
 def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, small_bytes: int = 1024) -> Unrequested:
@@ -133,13 +121,21 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
     ``.../shard_map/.../all_gather`` was asked for; ``.../dot_general`` or ``.../add`` names the operation whose
     operands or result lay otherwise. All-reduces of at most ``small_bytes`` are listed apart.
     """
-    found = Unrequested([], [])
+    found = Unrequested([], [], [])
     for r in records:
-        if primitives(r.op_name) <= set(asked):
+        if _primitives(r.op_name) <= set(asked):
             continue
         small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
-        (found.reductions if small else found.resharding).append(r)
+        named = r.op_name and not r.op_name.endswith("optimization_barrier")  # which moves nothing: another's name
+        (found.reductions if small else found.resharding if named else found.unnamed).append(r)
     return found
+
+
+def _primitives(op_name: str) -> set[str]:
+    """The last parts of an op_name; XLA:GPU names what it merged ``before/(a/all_gather:b/all_gather)``."""
+    merged = re.search(r"/\((.*:.*)\)$", op_name)
+    names = merged[1].split(":") if merged else [op_name]
+    return {name.rsplit("/", 1)[-1].removesuffix("_start").removesuffix("_done") for name in names}
 
 
 def _of_computation(
@@ -150,6 +146,11 @@ def _of_computation(
         for instruction in computation.instructions
         if instruction.base_opcode in KINDS and not _continues(instruction)
         for record in _records(module, instruction, mesh, in_async)
+    ] + [
+        (instruction, record)
+        for instruction in computation.instructions
+        if instruction.opcode == "send"
+        for record in _sent_between_slices(module, instruction, mesh)
     ]
 
 
@@ -190,6 +191,49 @@ def _records(module: Module, instruction: Instruction, mesh: Mapping[str, int], 
         )
         for array, (op_name, source, partitioner) in zip(moved, origins, strict=True)
     ]
+
+
+def _sent_between_slices(module: Module, send: Instruction, mesh: Mapping[str, int]) -> list[Collective]:
+    """What the hosts of several slices are to do with an array, if that is what the ``send`` is for.
+
+    Slices lie along the outermost mesh axis whose size is a multiple of their number (``mesh.axes.make_mesh``).
+    """
+    attributes = send.attributes.get("frontend_attributes", "")
+    found = {name: re.search(rf'_xla_megascale_{name}="([^"]*)"', attributes) for name in ("transfer_type", "target")}
+    transfer, target = found["transfer_type"], found["target"]
+    if transfer is None or target is None:
+        return []
+    kind = transfer[1].lower().replace("_", "-")
+    kind = kind if kind in KINDS else "collective-permute"
+    slices = _slices(target[1])
+    axis, ways = next(((a, n) for a, n in mesh.items() if n > 1 and n % slices == 0), ("mixed", slices))
+    array = arrays(send.operands[0].shape)[0]
+    return [
+        Collective(
+            kind=kind,
+            axis=axis if ways == slices else f"{axis}({slices} of {ways})",
+            group_size=slices,
+            wire_bytes=_wire(kind, slices) * array.nbytes,
+            executions=0,
+            asynchronous=True,
+            dtype=array.dtype,
+            dims=array.dims,
+            op_name=send.op_name,
+            source=module.source(send),
+            instruction=send.name,
+            by_partitioner=False,
+            between_slices=True,
+        )
+    ]
+
+
+def _slices(target: str) -> int:
+    """How many slices ``{1,2}x{0:7}`` names: slices 1 and 2, devices 0 to 7 of each."""
+    total = 0
+    for part in target.partition("x")[0].strip("{}").split(","):
+        first, _, last = part.partition(":")
+        total += int(last or first) - int(first) + 1
+    return total
 
 
 def _wire(kind: str, size: int) -> float:

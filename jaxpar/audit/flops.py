@@ -21,7 +21,8 @@ from jaxpar.audit.shapes import Array, arrays
 # Custom calls that place, move, sort or call back: targets begin so.
 NOT_PRODUCTS = (
     *("AllocateBuffer", "AssumeGather", "AsyncCollective", "ConcatBitcast", "CreateBuffer", "MoveTo", "PadToStatic"),
-    *("PartialReduce", "Pin", "Sharding", "SliceToDynamic", "SPMD", "TopK", "Unpin", "X64"),
+    *("PartialReduce", "Pin", "Sharding", "SliceId", "SliceToDynamic", "SPMD", "TopK", "Unpin"),
+    *("X64", "ZeroCrop"),
     *("__cub$", "annotate_device_placement", "xla_ffi", "xla_python"),
 )
 

@@ -80,9 +80,9 @@ def roofline(
     networks = dict.fromkeys(chip.networks, 0.0)
     levels: dict[str, Level] = {}
     for record in records:
-        if record.axis not in levels:
+        if record.axis not in levels and not record.between_slices:
             levels[record.axis] = network_of(record.axis, mesh, chip)
-        level = levels[record.axis]
+        level = Level("dcn", chip.networks["dcn"]) if record.between_slices else levels[record.axis]
         networks[level.name] += record.total_bytes / level.bandwidth
     seconds |= networks
     serial = max(seconds["compute"], seconds["hbm"]) + sum(networks.values())

@@ -96,8 +96,8 @@ def torus_stages(mesh: Any, axis: str) -> tuple[int, ...]:
     while len(places) > 1:
         moving = np.logical_or.accumulate(places != places[0]).sum(axis=1)  # coordinates that have moved by then
         run = int((moving <= 1).sum())
-        if len(places) % run or not _repeats(places, run):
-            run = len(places)
+        if run == 1 or len(places) % run or not _repeats(places, run):
+            run = len(places)  # no product of dimensions
         stages.insert(0, run)
         places = places[::run]
     return tuple(stages) or (1,)

@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError
 
 LEGAL = (
     "attached; cpu:N; v4, v5e, v5p, v6e or tpu7x:TOPOLOGY[*SLICES] such as v5e:16x16 or v5p:4x4x8*2; "

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.compat import as_varying, varying_axes
@@ -68,7 +67,7 @@ def attention(
         q_segments_BS = jnp.repeat(q_segments_BS, R, axis=1)
     aligned = isinstance(q_offset, int) and q_offset == 0
     if max(S, k_BTGK.shape[1]) <= chunk:
-        o = _dense(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, R)
+        o = checkpoint_name(_dense(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, R), "attended")
     else:
         o = _in_blocks(q, k_BTGK, v_BTGK, q_segments_BS, k_segments_BT, q_offset, mask, R, chunk, aligned)
     return o.reshape(B, S, R, G, K).swapaxes(2, 3).reshape(B, S, H, K)

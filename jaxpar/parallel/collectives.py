@@ -29,7 +29,8 @@ class ZeroCollectives:
         """Of each stage, outermost first: the devices along the axis that differ in that dimension alone."""
         if len(self.stages) == 1:
             return [None]
-        groups, size = [], math.prod(self.stages)
+        groups: list[list[list[int]] | None] = []
+        size = math.prod(self.stages)
         for i, ways in enumerate(self.stages):
             stride = math.prod(self.stages[i + 1 :])
             first = [d for d in range(size) if d // stride % ways == 0]
@@ -44,9 +45,16 @@ class ZeroCollectives:
 
     def reduce_scatter(self, whole: jax.Array, dim: int) -> jax.Array:
         """This device's shard of the sum, in the dtype of ``whole``; the outermost torus dimension first."""
+        shape = list(whole.shape)
+        shape[dim] //= math.prod(self.stages)
+        # Without dimensions of 1: libtpu 0.0.50 refuses some (a key/value head for each device) in fp32.
+        kept = [d for d, size in enumerate(whole.shape) if size > 1 or d == dim]
+        whole = whole.reshape([whole.shape[d] for d in kept])
         for groups in self._groups():
-            whole = jax.lax.psum_scatter(whole, ZERO_AXIS, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
-        return whole
+            whole = jax.lax.psum_scatter(
+                whole, ZERO_AXIS, scatter_dimension=kept.index(dim), tiled=True, axis_index_groups=groups
+            )
+        return whole.reshape(shape)
 
     def scatter_gradient(self, whole: jax.Array, dim: int) -> jax.Array:
         """This device's shard of a matrix's gradient, added up in ``reduce_dtype``, in fp32."""
