@@ -18,7 +18,12 @@ def run(arguments: list[str]) -> int:
     name, rest = split("compile", arguments)
     parser = _parser("compile CONFIG", "Compile a config's step for a target; exit code 2: it does not fit.")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized HLO")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the executable, for train --compiled")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write the executable, for train --compiled; leaves out the largest buffers",
+    )
     options, overrides = _parse(parser, name, rest)
     experiment = experiment_of(name, options.smoke, overrides)
 
@@ -28,6 +33,8 @@ def run(arguments: list[str]) -> int:
 
     result = compile_for(experiment, options.target, started=STARTED, hlo=options.hlo, save=options.save)
     print(json.dumps(result, indent=1) if options.json else render(result))
+    if options.save and not options.json and "flops" in result:
+        print(f"\nsaved       {options.save}: jaxpar train {name} --compiled {options.save}")
     return 0 if result["fits"] else 2
 
 
