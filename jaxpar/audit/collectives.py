@@ -119,8 +119,9 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
     """
     found = Unrequested([], [])
     for r in records:
-        primitive = r.op_name.rsplit("/", 1)[-1]
-        if primitive.removesuffix("_start").removesuffix("_done") in asked:
+        # of several that XLA made one: jit(step)/(mlp.up/all_gather:mlp.down/all_gather)
+        primitives = [name.rsplit("/", 1)[-1].rstrip(")") for name in r.op_name.split(":")]
+        if all(p.removesuffix("_start").removesuffix("_done") in asked for p in primitives):
             continue
         small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
         (found.reductions if small else found.resharding).append(r)

@@ -129,6 +129,8 @@ def readable_name(op_name: str) -> str:
     op_name = op_name.replace("\\'", "'")
     if op_name.startswith(ARGUMENTS):
         return _argument(op_name)
+    if several := re.fullmatch(r"(.*?)\(([^:]+)((?::[^:]+)+)\)", op_name):  # that XLA made one
+        return f"{readable_name(several[1] + several[2])} and {several[3].count(':')} more"
     parts, wrappers = [], set()
     for part in op_name.split("/"):
         while found := _WRAPPED.fullmatch(part):

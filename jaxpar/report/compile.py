@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.audit.memory import verdict
+from jaxpar.audit.memory import readable_name, verdict
 from jaxpar.words import bytes_text, duration, shortened
 
 CLASSES = {  # of hbm_bytes, in the order of the table
@@ -91,9 +91,9 @@ def _wire(result: dict[str, Any]) -> list[str]:
     if result["unrequested"]:
         lines.append("  not asked for by any rule:")
         for r in result["unrequested"]:
-            lines.append(
-                f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {r['op']} {r['source']}".rstrip()
-            )
+            place = "/".join(r["source"].split("/")[-2:])
+            line = f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {readable_name(r['op']) or r['op']}"
+            lines.append(f"{line}, {place}" if place else line)
     elif wire["total"]:
         lines.append("  every collective was asked for")
     return lines

@@ -14,7 +14,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpar.audit.audit import audit, versions
-from jaxpar.audit.memory import hbm_bytes_resident
+from jaxpar.audit.memory import hbm_bytes_resident, readable_name
 from jaxpar.compat import hlo_text
 from jaxpar.errors import ConfigError, RunError, cannot_write
 from jaxpar.experiment import Experiment
@@ -38,9 +38,9 @@ def compile_for(
 
     Adds ``target`` and ``seconds.{import, lower, compile, audit, processor}``: since ``started`` (``perf_counter``)
     until devices are there, of tracing and lowering, of XLA, of reading the result, and of both cores since the process
-    began. A step that XLA refuses for want of memory gives ``fits`` false and ``hbm_bytes``, all that a step
-    adds among the ``activations``, and nothing more. ``hlo``: a file for the optimized HLO; ``save``: one for the executable, whose
-    largest buffers are not known.
+    began. A step that XLA refuses for want of memory gives ``fits`` false and ``hbm_bytes``, with all that a step adds
+    among the ``activations``, and nothing more. ``hlo``: a file for the optimized HLO; ``save``: one for the
+    executable, whose largest buffers are not looked for.
 
     Raises ConfigError where target and experiment do not fit, RunError when XLA fails.
     """
@@ -102,12 +102,14 @@ def _no_cache() -> Any:
 def _refused(program: Program, error: Exception) -> dict[str, Any]:
     """What can be said of a step that XLA found no room for."""
     text = " ".join(str(error).split())
-    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", text)
-    if "RESOURCE_EXHAUSTED" not in text or found is None:
-        raise RunError(f"XLA does not compile the step: {text[:400]}") from None
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
-    needed, limit = int(float(found[1]) * unit[found[2]]), int(float(found[3]) * unit[found[4]])
     resident = hbm_bytes_resident(program)
+    if found := re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", text):
+        needed, limit = map(_bytes, found.groups())
+    elif found := re.search(r"HLO temporaries \(([\d.]+[KMG])\) exceeds available HBM \(([\d.]+[KMG])\)", text):
+        temporaries, limit = map(_bytes, found.groups())
+        needed = temporaries + sum(resident.values())
+    else:
+        raise RunError(f"XLA does not compile the step: {text[:400]}") from None
     return {
         "device": program.mesh.devices.flat[0].device_kind,
         "devices": program.mesh.devices.size,
@@ -123,15 +125,17 @@ def _refused(program: Program, error: Exception) -> dict[str, Any]:
 
 def _largest(text: str) -> list[dict[str, Any]]:
     """XLA's own list of the largest allocations."""
-    from jaxpar.audit.memory import readable_name
-
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
     return [
-        {"bytes": int(float(size) * unit[letter]), "shape": shape, "name": readable_name(op) or "?"}
-        for size, letter, op, shape in re.findall(
-            r"Size: ([\d.]+)([KMG])\s+(?:Operator: op_name=\"([^\"]*)\"[^\n]*\n)?\s*Shape: (\S+)", text
+        {"bytes": _bytes(size), "shape": shape, "name": readable_name(op) or "a constant or a copy"}
+        for size, op, shape in re.findall(
+            r"Size: ([\d.]+[KMG])\s+(?:Operator: op_name=\"([^\"]*)\"[^\n]*\n)?\s*Shape: (\S+)", text
         )
     ]
+
+
+def _bytes(text: str) -> int:
+    """Of XLA's ``15.75G``."""
+    return int(float(text[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[text[-1]])
 
 
 def _check_writable(field: str, path: Path) -> None:
