@@ -76,7 +76,7 @@ def audit(program: Program, compiled: Any, dump: Path | None = None, most: int =
         "estimated_cycles": cycles or None,
         "seconds": {"roofline": times},
         "mfu": {name: best / times[name] for name in ("overlapped", "serial")} if times else None,
-        "versions": versions(),
+        "versions": versions(program.platform),
     }
 
 
@@ -88,10 +88,11 @@ def _listed(records: list[wire.Collective], most: int) -> list[dict[str, Any]]:
     ]
 
 
-def versions() -> dict[str, str]:
-    """Of what decides what is compiled."""
+def versions(platform: str) -> dict[str, str]:
+    """Of what decides what is compiled for a platform."""
+    plugin = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin",)}.get(platform, ())
     found = {}
-    for name in ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin"):
+    for name in ("jaxpar", "jax", "jaxlib", "flax", "optax", *plugin):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxpar.program import Program
+from jaxpar.words import bytes_text
 
 
 def shard_bytes(tree: Any) -> int:
@@ -32,11 +33,12 @@ def hbm_bytes_resident(program: Program) -> dict[str, int]:
 def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     """Bytes on each device by class; they add up to ``total``.
 
-    ``total`` is XLA's own sum, arguments + outputs - aliases + temporaries + code (``memory_analysis``). ``parameters``,
-    ``optimizer`` (with the step counters) and ``batch`` are the sums of the shards' bytes. ``gradients``: in fp32, where
-    the optimizer has them. ``activations``: the temporaries without them. ``padding``: what XLA's layouts add to the
-    arguments, and outputs that are no argument's memory. Besides, ``peak``: the most that is live at once, by XLA's
-    count, which is less than ``total`` where XLA lays temporaries over each other only on the device (TPU).
+    ``total`` is XLA's own sum, arguments + outputs - aliases + temporaries + code (``memory_analysis``).
+    ``parameters``, ``optimizer`` (with the step counters) and ``batch`` are the sums of the shards' bytes.
+    ``gradients``: in fp32, where the optimizer has them. ``activations``: the temporaries without them. ``padding``:
+    what XLA's layouts add to the arguments, and outputs that are no argument's memory. Besides, ``peak``: the most that
+    is live at once, by XLA's count, which is less than ``total`` where XLA lays temporaries over each other only on the
+    device (TPU).
     """
     memory = compiled.memory_analysis()
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -48,6 +50,15 @@ def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     of["padding"] = total - sum(of.values())
     tpu = program.platform == "tpu"  # elsewhere XLA's peak leaves temporaries out
     return {"total": total, "peak": memory.peak_memory_in_bytes if tpu else total, **of}
+
+
+def verdict(audit: dict[str, Any]) -> str:
+    """Whether what was audited fits, in words: ``3.79 MB of 3.16 GB on each device: fits``."""
+    limit, need = audit["hbm_limit"], audit["hbm_bytes"]["peak"]
+    if not limit:
+        return f"{bytes_text(need)} on each device, of an amount that is not known"
+    fits = "fits" if audit["fits"] else f"does not fit by {bytes_text(need - limit)}"
+    return f"{bytes_text(need)} of {bytes_text(limit)} on each device: {fits}"
 
 
 def _gradient_bytes(program: Program) -> int:
@@ -97,33 +108,63 @@ def _assignment(dump: Path) -> list[str]:
 
 
 def _telling(op_names: list[str]) -> str:
-    """Of the operations that write to one buffer, the one that says most about what it is."""
-    readable = [name for name in map(readable_name, op_names) if name]
+    """Of the values that lie in one buffer: the argument if one is, else the one whose name says most."""
+    arguments = [name for name in op_names if name.startswith(ARGUMENTS)]
+    readable = [name for name in map(readable_name, arguments or op_names) if name]
     return max(readable, key=len, default="a constant or a copy")
 
 
-_NOISE = re.compile(
-    r"jit\([^)]*\)|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|jvp\(\)|transpose\(jvp\(\)\)|"
-)
+ARGUMENTS = ("state[", "batch[", "scalars[")
+_WRAPPED = re.compile(r"(\w+)\((.*)\)")
+_NOISE = {"", "step", "shard_map", "while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation"}
 
 
 def readable_name(op_name: str) -> str:
-    """``backward: layers.attention bshk,hkd->bsd dot_general`` of XLA's name of an operation.
+    """``backward: layers.attention.o (bshk,hkd->bsd dot_general)`` of XLA's name of an operation.
 
-    An argument's name, such as ``state['params']['layers']['mlp']['up']``, becomes ``params.layers.mlp.up``.
+    Phases: forward, backward, recomputed (forward again, for the backward pass) and update (of the optimizer). An
+    argument such as ``state['params']['layers']['mlp']['up']`` becomes ``parameter layers.mlp.up``. Empty where XLA's
+    name says nothing.
     """
     op_name = op_name.replace("\\'", "'")
-    if op_name.startswith(("state[", "batch[", "scalars[")):
-        keys = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", op_name)
-        return ".".join(a or b for a, b in keys if not (a or b).isdigit())
-    parts = op_name.split("/")
-    phase = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
+    if op_name.startswith(ARGUMENTS):
+        return _argument(op_name)
+    if several := re.fullmatch(r"(.*?)\(([^:]+)((?::[^:]+)+)\)", op_name):  # that XLA made one
+        return f"{readable_name(several[1] + several[2])} and {several[3].count(':')} more"
+    parts, wrappers = [], set()
+    for part in op_name.split("/"):
+        while found := _WRAPPED.fullmatch(part):
+            wrappers.add(found[1])
+            part = found[2]
+        parts.append(part.lstrip("_"))
+    phase = ""
     if "rematted_computation" in parts:
         phase = "recomputed"
-    kept: list[str] = []
-    for part in parts:
-        inner = re.fullmatch(r"(?:transpose\()?(?:jvp\()(.*?)\)+", part)
-        part = inner[1] if inner else part
-        if part and part != "rematted_computation" and not _NOISE.fullmatch(part):
-            kept.append(re.sub(r"^jit\((.*)\)$", r"\1", part))
-    return f"{phase}: {'.'.join(kept[:-1])} {kept[-1]}".strip(": ") if kept else phase
+    elif "transpose" in wrappers:
+        phase = "backward"
+    elif "jvp" in wrappers:
+        phase = "forward"
+    elif op_name.startswith("jit(_step)/") and "shard_map" not in parts:
+        phase = "update"
+    *places, primitive = [re.sub(r"\.\d+$", "", part) for part in parts]
+    equation = places.pop() if places and "->" in places[-1] else ""
+    place = ".".join(dict.fromkeys(part for part in places if part not in _NOISE))
+    if not place and primitive == "dynamic_update_slice" and "body" in places:
+        place = "stacked over a loop"
+    operation = " ".join(word for word in (equation, primitive) if word not in _NOISE)
+    said = f"{place} ({operation})" if place and operation else place or operation
+    return f"{phase}: {said}" if phase and said else said
+
+
+def _argument(op_name: str) -> str:
+    """``state['opt'][0].mu['layers']['mlp']['up']``: ``optimizer mu of layers.mlp.up``."""
+    keys = [a or b for a, b in re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", op_name)]
+    kind, *rest = [op_name.partition("[")[0], *(key for key in keys if not key.isdigit())]
+    if kind != "state":
+        return f"{kind} {'.'.join(rest)}"
+    if rest[0] == "params":
+        return f"parameter {'.'.join(rest[1:])}"
+    if rest[0] == "opt":
+        slot, *name = [key for key in rest[1:] if key != "inner_state"]
+        return f"optimizer {slot} of {'.'.join(name)}" if name else f"optimizer {slot}"
+    return f"{'.'.join(rest)} of the state"

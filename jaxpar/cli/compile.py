@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.arguments import experiment_of, parse, parser_of, split
+from jaxpar.cli.arguments import CONFIG, experiment_of, parse, parser_of, split
 from jaxpar.errors import ConfigError
 
 
@@ -18,7 +19,12 @@ def run(arguments: list[str]) -> int:
     name, rest = split("compile", arguments)
     parser = _parser("compile CONFIG", "Compile a config's step for a target; exit code 2: it does not fit.")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized HLO")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the executable, for train --compiled")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write the executable, for train --compiled; leaves out the largest buffers",
+    )
     options, overrides = _parse(parser, name, rest)
     experiment = experiment_of(name, options.smoke, overrides)
 
@@ -28,6 +34,8 @@ def run(arguments: list[str]) -> int:
 
     result = compile_for(experiment, options.target, started=STARTED, hlo=options.hlo, save=options.save)
     print(json.dumps(result, indent=1) if options.json else render(result))
+    if options.save and not options.json and "flops" in result:
+        print(f"\nsaved       for the same experiment on such devices: jaxpar train ... --compiled {options.save}")
     return 0 if result["fits"] else 2
 
 
@@ -42,14 +50,21 @@ def _compare(arguments: list[str]) -> int:
     from jaxpar.report.compile import render_comparison
     from jaxpar.runtime.compile import compile_for
 
-    results = []
+    for flag in ("--hlo", "--save"):
+        if any(argument.partition("=")[0] == flag for argument in overrides):
+            raise ConfigError(flag, "", "is for one config, and --compare has two", "jaxpar compile CONFIG without it")
+    experiments = []
     for side in options.compare:
-        name, *own = side.split()
+        name, *own = shlex.split(side) or [""]
+        if not name or name.startswith("-"):
+            raise ConfigError("--compare", repr(side), "does not begin with a config", CONFIG)
         doubled = {flag.partition("=")[0] for flag in own} & {flag.partition("=")[0] for flag in overrides}
         both = [flag for flag in doubled if flag.startswith("--")]
         if both:
             raise ConfigError("--compare", side, f"sets {both[0]}, which is set for both sides too", "one of the two")
-        experiment = experiment_of(name, options.smoke, [*own, *overrides])
+        experiments.append(experiment_of(name, options.smoke, [*own, *overrides]))
+    results = []
+    for side, experiment in zip(options.compare, experiments, strict=True):
         print(f"compiling {side} for {options.target.text}", file=sys.stderr, flush=True)
         results.append({"config": side, **compile_for(experiment, options.target)})
     print(json.dumps(results, indent=1) if options.json else render_comparison(results))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,25 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--hosts", default="auto", help="ADDRESS:PORT,COUNT,INDEX; none; or auto: ask the environment")
     timeout = "seconds to wait for hosts, for their signs of life, and for a batch of data; default 120"
     parser.add_argument("--host-timeout", type=float, default=120.0, help=timeout)
+    parser.add_argument("--compiled", type=Path, metavar="FILE", help="load the step that jaxpar compile --save wrote")
     options, overrides = parse(parser, name, rest)
     experiment = experiment_of(name, options.smoke, overrides)
 
     from jaxpar.runtime.hosts import start_hosts
 
     folder = options.run and str(options.run.absolute())
-    facts = {"--run": folder, "--resume": options.resume, "--devices": options.devices, **flatten(experiment)}
+    own = {"--run": folder, "--resume": options.resume, "--devices": options.devices}
+    facts = {**own, "--compiled": options.compiled and _contents(options.compiled), **flatten(experiment)}
     with start_hosts(options.hosts, options.host_timeout, facts, options.quiet) as hosts:
         return _train_on(hosts, experiment, name, options)
+
+
+def _contents(file: Path) -> str:
+    """Which file, and what is in it: all hosts must load the same step."""
+    try:
+        return f"{file.absolute()} with SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+    except OSError as error:
+        return f"{file.absolute()}, which cannot be read: {error.strerror}"
 
 
 def _train_on(hosts: Any, experiment: Any, name: str, options: argparse.Namespace) -> int:
@@ -47,7 +58,7 @@ def _train_on(hosts: Any, experiment: Any, name: str, options: argparse.Namespac
     from jaxpar.report.page import draw_loss
 
     try:
-        summary = train(experiment, run, devices, options.resume, options.quiet, hosts)
+        summary = train(experiment, run, devices, options.resume, options.quiet, hosts, options.compiled)
     except TrainingStopped:
         with contextlib.suppress(JaxparError, OSError):  # the message is what matters
             if hosts.index == 0:

@@ -10,14 +10,12 @@ import numpy as np
 
 from jaxpar.report import canvas as look
 from jaxpar.report.canvas import Canvas, Drawing, Key, Style, number_axis, styles
+from jaxpar.report.compile import CLASSES
 from jaxpar.report.runs import PHASES, Run, Series
 from jaxpar.words import bytes_text, duration, shortened
 
 ROW, NAMES, NOTES = 24, 136, 112  # points: the height of a run, the room for its name, and for what stands behind it
 LONGEST = 20  # characters of a name
-CLASSES = {
-    "arguments": "state and batch", "temporaries": "temporaries", "outputs": "other outputs", "code": "program",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +51,9 @@ def draw_bars(series: Sequence[Series]) -> Iterator[Drawing]:
 
 
 def memory_classes(run: Run) -> dict[str, float]:
-    """Bytes on each device by class as compiled, outputs without those that reuse arguments; empty if not recorded."""
-    planned = run.compiled.get("bytes_per_device") or {}
-    parts = {name: float(planned.get(name, 0)) for name in CLASSES} if planned else {}
-    return parts | {"outputs": max(parts["outputs"] - planned.get("aliased", 0), 0.0)} if parts else {}
+    """Bytes on each device by class as compiled; empty if not recorded."""
+    planned = run.compiled.get("hbm_bytes") or {}
+    return {name: float(planned.get(name, 0)) for name in CLASSES} if planned else {}
 
 
 def phases(run: Run) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.audit.memory import readable_name, verdict
 from jaxpar.words import bytes_text, duration, shortened
 
 CLASSES = {  # of hbm_bytes, in the order of the table
@@ -32,20 +33,11 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def verdict(result: dict[str, Any]) -> str:
-    """Whether it fits, and by how much."""
-    limit = result["hbm_limit"]
-    need = result.get("hbm_needed") or result["hbm_bytes"]["peak"]
-    if result["fits"]:
-        return f"fits: {bytes_text(need)} of {bytes_text(limit)} at once" if limit else "fits: no limit is known"
-    return f"does not fit by {bytes_text(need - limit)}: {bytes_text(need)} at once, {bytes_text(limit)} there"
-
-
 def _head(result: dict[str, Any]) -> list[str]:
     mesh = " x ".join(f"{a} {s}" for a, s in result["mesh"].items() if s > 1) or "1"
     seconds = result["seconds"]
     lines = [f"target      {result['target']}: {result['devices']} x {result['device']}", f"mesh        {mesh}"]
-    if "compile" in seconds and "flops" in result:
+    if "flops" in result:
         lines += [
             f"step        {result['parameters']:,} parameters, {result['tokens_per_step']:,} tokens, "
             f"{result['compute_dtype']}, {result['kernel']} attention",
@@ -59,8 +51,8 @@ def _memory(result: dict[str, Any]) -> list[str]:
     of = result["hbm_bytes"]
     lines = ["memory      on each device"]
     lines += [f"  {text:<28} {bytes_text(of[name]):>9}" for name, text in CLASSES.items() if of.get(name)]
-    if "total" in of:
-        lines.append(f"  {'sum':<28} {bytes_text(of['total']):>9}   live at once: {bytes_text(of['peak'])}")
+    once = f"   of which live at once {bytes_text(of['peak'])}" if of["peak"] != of["total"] else ""
+    lines.append(f"  {'sum':<28} {bytes_text(of['total']):>9}{once}")
     lines.append(f"  {verdict(result)}")
     if result["largest_buffers"]:
         lines += ["", "largest buffers"]
@@ -71,20 +63,21 @@ def _memory(result: dict[str, Any]) -> list[str]:
 
 def _work(result: dict[str, Any]) -> list[str]:
     flops = result["flops"]
+    formula = f"{flops['hlo'] / flops['analytic'] - 1:+.2%} against the formula ({_flops(flops['analytic'])})"
     lines = [
         "work        of each device in a step",
-        f"  {flops['hlo']:.4g} FLOPs in the compiled step, {flops['hlo'] / flops['analytic'] - 1:+.2%} against the formula "
-        f"({flops['analytic']:.4g}); the model itself {flops['model']:.4g}",
+        f"  {_flops(flops['hlo'])} in the compiled step, {formula}",
+        f"  {_flops(flops['model'])} in the model itself, nothing recomputed",
     ]
     if flops["kernels"]:
-        lines.append(f"  {sum(flops['kernels'].values()):.3g} of them in kernels: {', '.join(flops['kernels'])}")
+        lines.append(f"  {_flops(sum(flops['kernels'].values()))} of it in kernels: {', '.join(flops['kernels'])}")
     for name in flops["unknown"]:
         lines.append(f"  not counted: kernel {name}")
     for name in flops["unknown_loops"]:
         lines.append(f"  counted once: loop {name}, whose length is not known")
     lines.append(f"  {bytes_text(result['hbm_traffic'])} between memory and cores, estimated")
     if result["estimated_cycles"]:
-        lines.append(f"  {result['estimated_cycles']:.4g} cycles by the TPU compiler's own estimate")
+        lines.append(f"  {result['estimated_cycles']:,.0f} cycles by the TPU compiler's own estimate")
     return lines
 
 
@@ -98,9 +91,9 @@ def _wire(result: dict[str, Any]) -> list[str]:
     if result["unrequested"]:
         lines.append("  not asked for by any rule:")
         for r in result["unrequested"]:
-            lines.append(
-                f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {r['op']} {r['source']}".rstrip()
-            )
+            place = "/".join(r["source"].split("/")[-2:])
+            line = f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {readable_name(r['op']) or r['op']}"
+            lines.append(f"{line}, {place}" if place else line)
     elif wire["total"]:
         lines.append("  every collective was asked for")
     return lines
@@ -121,7 +114,13 @@ def _time(result: dict[str, Any]) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"
+    return f"{1e3 * seconds:,.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us"
+
+
+def _flops(count: float) -> str:
+    """``110.1 MFLOP``."""
+    size, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (0, "")) if count >= s)
+    return f"{count / (size or 1):.4g} {unit}FLOP"
 
 
 def _number(value: float) -> str:
@@ -132,7 +131,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Any], Callable[[Any], str]]] = 
     ("HBM, sum", lambda r: r["hbm_bytes"]["total"], bytes_text),
     ("HBM, live at once", lambda r: r["hbm_bytes"]["peak"], bytes_text),
     *[(f"  {text}", lambda r, name=name: r["hbm_bytes"].get(name), bytes_text) for name, text in CLASSES.items()],
-    ("FLOPs", lambda r: r["flops"]["hlo"], _number),
+    ("FLOPs", lambda r: r["flops"]["hlo"], _flops),
     ("memory traffic", lambda r: r["hbm_traffic"], bytes_text),
     ("estimated cycles", lambda r: r["estimated_cycles"], _number),
     ("wire", lambda r: r["wire_bytes"]["total"], bytes_text),
@@ -150,9 +149,9 @@ def render_comparison(results: list[dict[str, Any]]) -> str:
     meshes = [" x ".join(f"{a} {s}" for a, s in result["mesh"].items() if s > 1) or "1" for result in results]
     table.append(("mesh", *meshes, ""))
     rows = list(ROWS)
+    at = next(i for i, row in enumerate(rows) if row[0] == "  asynchronous")
     for axis in dict.fromkeys(a for result in results for a in result.get("wire_bytes", {}).get("by_axis", {})):
-        at = next(i for i, row in enumerate(rows) if row[0] == "  asynchronous")
-        rows.insert(at, (f"  over {axis}", lambda r, axis=axis: r["wire_bytes"]["by_axis"].get(axis), bytes_text))
+        rows.insert(at, (f"  over {axis}", _of_axis(axis), bytes_text))
     for name, value_of, text in rows:
         values = [_value(result, value_of) for result in results]
         if not any(values):
@@ -166,6 +165,10 @@ def render_comparison(results: list[dict[str, Any]]) -> str:
         for row in table
     ]
     return "\n".join([*lines, "", *[f"{c}: {verdict(r)}" for c, r in zip(columns, results, strict=True)]])
+
+
+def _of_axis(axis: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: result["wire_bytes"]["by_axis"].get(axis)
 
 
 def _value(result: dict[str, Any], value_of: Callable[[dict[str, Any]], Any]) -> Any:

@@ -187,7 +187,7 @@ COLUMNS = (
     Column("memory/device", lambda run: sum(memory_classes(run).values()) or None, bytes_text, once=True),
     Column("parameters", lambda run: run.compiled.get("parameters"), lambda count: f"{count:,}", once=True),
     Column("devices", _mesh, number=False, once=True),
-    Column("jax", lambda run: run.compiled.get("jax"), number=False, once=True),
+    Column("jax", lambda run: run.compiled.get("versions", {}).get("jax"), number=False, once=True),
 )
 
 

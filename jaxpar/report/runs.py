@@ -136,10 +136,10 @@ def _read(path: Path, name: str) -> Run:
     compiled = folder.read("compile.json")
     if not isinstance(parameters := compiled.get("parameters"), int | None):
         raise RunError(f"{path / 'compile.json'} is damaged: parameters is {parameters!r}")
-    for field in ("bytes_per_device", "mesh"):
-        sizes = compiled.get(field, {})
-        if not isinstance(sizes, dict) or not all(isinstance(size, int | float) for size in sizes.values()):
-            raise RunError(f"{path / 'compile.json'} is damaged: {field} is {sizes!r}")
+    for field, kind in (("hbm_bytes", int | float), ("mesh", int), ("versions", str)):
+        values = compiled.get(field, {})
+        if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
+            raise RunError(f"{path / 'compile.json'} is damaged: {field} is {values!r}")
     entropy = folder.read("data.json").get("unigram_entropy")
     if not isinstance(entropy, float | None):
         raise RunError(f"{path / 'data.json'} is damaged: unigram_entropy is {entropy!r}")

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpar.audit.audit import audit, versions
-from jaxpar.audit.memory import hbm_bytes_resident
+from jaxpar.audit.memory import hbm_bytes_resident, readable_name
+from jaxpar.compat import hlo_text
 from jaxpar.errors import ConfigError, RunError, cannot_write
 from jaxpar.experiment import Experiment
 from jaxpar.mesh.targets import Target
@@ -36,33 +38,36 @@ def compile_for(
 
     Adds ``target`` and ``seconds.{import, lower, compile, audit, processor}``: since ``started`` (``perf_counter``)
     until devices are there, of tracing and lowering, of XLA, of reading the result, and of all cores from the start of
-    the process until the step was compiled. A step that XLA refuses for want of memory gives ``fits`` false, ``hbm_needed`` and what lies in memory
-    between steps, and nothing more. ``hlo``: a file for the optimized HLO; ``save``: one for the executable.
+    the process until the step was compiled. A step that XLA refuses for want of memory gives ``fits`` false and ``hbm_bytes``, with all that a step adds
+    among the ``activations``, and nothing more. ``hlo``: a file for the optimized HLO; ``save``: one for the
+    executable, whose largest buffers are not looked for.
 
     Raises ConfigError where target and experiment do not fit, RunError when XLA fails.
     """
     begin = time.perf_counter() if started is None else started
-    for path in (hlo, save):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError("--hlo" if path is hlo else "--save", str(path), "is in no folder", "a file in a folder")
+    for field, path in (("--hlo", hlo), ("--save", save)):
+        if path is not None:
+            _check_writable(field, path)
     program = Program(experiment, target.devices())
     seconds = {"import": time.perf_counter() - begin}
     with _timed(seconds, "lower"):
         lowered = program.lower_step()
     with tempfile.TemporaryDirectory(prefix="jaxpar-") as folder:
         dump = Path(folder)
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **program.compiler_options}
+        # a saved executable would dump wherever it is loaded
+        dumped: dict[str, str | bool] = {} if save else {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options: dict[str, Any] = {**dumped, **program.compiler_options}
         options |= OPTIONS.get(program.platform, {}) if target.described else {}
         try:
             with _timed(seconds, "compile"), _no_cache():
                 compiled = lowered.compile(options)
         except jax.errors.JaxRuntimeError as error:
-            return {**_refused(program, error), "target": target.text, "seconds": seconds}
+            return {"target": target.text, **_refused(program, error), "seconds": seconds}
         seconds["processor"] = sum(os.times()[:2])
         with _timed(seconds, "audit"):
             result = audit(program, compiled, dump)
     if hlo is not None:
-        _write(hlo, compiled.as_text().encode(), "--hlo")
+        _write(hlo, hlo_text(compiled).encode(), "--hlo")
     if save is not None:
         save_step(save, program, compiled)
     result["seconds"] = {**seconds, **result["seconds"]}
@@ -72,54 +77,74 @@ def compile_for(
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Any:
     begin = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - begin
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - begin
 
 
 @contextlib.contextmanager
 def _no_cache() -> Any:
-    """An executable from the cache would have no buffer assignment, and its time would be none."""
-    before = jax.config.jax_enable_compilation_cache
+    """Compile afresh, and keep nothing: an executable from the cache dumps no buffer assignment, its time would be
+    none, and XLA:CPU writes one that was read from a file with functions missing.
+    """
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX asks the option once
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        reset_cache()
 
 
 def _refused(program: Program, error: Exception) -> dict[str, Any]:
     """What can be said of a step that XLA found no room for."""
     text = " ".join(str(error).split())
-    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", text)
-    if "RESOURCE_EXHAUSTED" not in text or found is None:
+    resident = hbm_bytes_resident(program)
+    if found := re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", text):
+        needed, limit = map(_bytes, found.groups())
+    elif found := re.search(r"HLO temporaries \(([\d.]+[KMG])\) exceeds available HBM \(([\d.]+[KMG])\)", text):
+        temporaries, limit = map(_bytes, found.groups())
+        needed = temporaries + sum(resident.values())
+    else:
         raise RunError(f"XLA does not compile the step: {text[:400]}") from None
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
-    needed, limit = float(found[1]) * unit[found[2]], float(found[3]) * unit[found[4]]
     return {
         "device": program.mesh.devices.flat[0].device_kind,
         "devices": program.mesh.devices.size,
         "mesh": dict(program.sizes),
         "parameters": program.num_parameters,
         "fits": False,
-        "hbm_limit": int(limit),
-        "hbm_needed": int(needed),
-        "hbm_bytes": hbm_bytes_resident(program),
+        "hbm_limit": limit,
+        "hbm_bytes": {"total": needed, "peak": needed, **resident, "activations": needed - sum(resident.values())},
         "largest_buffers": _largest(str(error)),
-        "versions": versions(),
+        "versions": versions(program.platform),
     }
 
 
 def _largest(text: str) -> list[dict[str, Any]]:
     """XLA's own list of the largest allocations."""
-    from jaxpar.audit.memory import readable_name
-
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
     return [
-        {"bytes": int(float(size) * unit[letter]), "shape": shape, "name": readable_name(op) or "?"}
-        for size, letter, op, shape in re.findall(
-            r"Size: ([\d.]+)([KMG])\s+(?:Operator: op_name=\"([^\"]*)\"[^\n]*\n)?\s*Shape: (\S+)", text
+        {"bytes": _bytes(size), "shape": shape, "name": readable_name(op) or "a constant or a copy"}
+        for size, op, shape in re.findall(
+            r"Size: ([\d.]+[KMG])\s+(?:Operator: op_name=\"([^\"]*)\"[^\n]*\n)?\s*Shape: (\S+)", text
         )
     ]
+
+
+def _bytes(text: str) -> int:
+    """Of XLA's ``15.75G``."""
+    return int(float(text[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[text[-1]])
+
+
+def _check_writable(field: str, path: Path) -> None:
+    """Raise ConfigError now, not after minutes of compiling."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(field, str(path), "is in a folder that does not exist", "a file in a folder that does")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(field, str(path), "cannot be written", "a file that can")
 
 
 def _write(path: Path, content: bytes, field: str) -> None:

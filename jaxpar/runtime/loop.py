@@ -26,10 +26,11 @@ from jaxpar.experiment import Experiment
 from jaxpar.mesh.devices import peak_flops
 from jaxpar.program import Program
 from jaxpar.runtime.checkpoints import Checkpoints
+from jaxpar.runtime.executables import load_step
 from jaxpar.runtime.generate import Writer
 from jaxpar.runtime.hosts import Hosts, one_host
 from jaxpar.runtime.metrics import Meter, memory
-from jaxpar.runtime.opening import describe_executable, introduction, load_data
+from jaxpar.runtime.opening import describe_step, introduction, load_data
 from jaxpar.runtime.pretrained import Pretrained
 from jaxpar.runtime.profile import Profile
 from jaxpar.runtime.run_folder import RunFolder
@@ -60,6 +61,7 @@ def train(
     resume: bool = False,
     quiet: bool = False,
     hosts: Hosts | None = None,
+    compiled: Path | None = None,
 ) -> Summary:
     """Run ``experiment`` in the folder ``run`` on ``devices`` (all there are).
 
@@ -67,22 +69,32 @@ def train(
     stopped; the mesh and the devices may differ. Raises ConfigError for what cannot work, before anything is compiled;
     TrainingStopped when the loss stays non-finite, or when metrics or a checkpoint cannot be written.
 
+    ``compiled``: a file of ``jaxpar compile --save`` whose step is used; ConfigError where it was compiled from
+    something else.
+
     On several hosts (``start_hosts`` gives ``hosts``) all make the same call inside its ``with`` block.
     """
     hosts = hosts or one_host()
     if jax.process_count() != hosts.count:
         raise JaxparError(f"{jax.process_count()} processes were started, not by start_hosts: no hosts, or others")
-    return _Training(experiment, run, devices or jax.devices(), resume, quiet, hosts).run()
+    return _Training(experiment, run, devices or jax.devices(), resume, quiet, hosts, compiled).run()
 
 
 class _Training:
     """One call of ``train``."""
 
     def __init__(
-        self, experiment: Experiment, run: Path | str, devices: list[Any], resume: bool, quiet: bool, hosts: Hosts
+        self,
+        experiment: Experiment,
+        run: Path | str,
+        devices: list[Any],
+        resume: bool,
+        quiet: bool,
+        hosts: Hosts,
+        compiled: Path | None,
     ):
         started = time.perf_counter()
-        self.experiment, self.resume, self.hosts = experiment, resume, hosts
+        self.experiment, self.resume, self.hosts, self.compiled = experiment, resume, hosts, compiled
         self.quiet = quiet or hosts.index > 0
         self.program = Program(experiment, devices)
         self.devices = devices
@@ -109,6 +121,7 @@ class _Training:
             if not self.resume:
                 self.folder.refuse_a_run()
             check_trackers(self.experiment.track)
+        loaded = self._load_step()
         saved = self._saved_config()
         pretrained = self._pretrained()
         self.data = load_data(self.experiment, self.quiet)
@@ -128,12 +141,7 @@ class _Training:
             self._write_time()
             self.folder.truncate_after(self.step)
             self.trackers.start(self.experiment, self.folder, self.step, earlier)
-            compile_start = time.perf_counter()
-            with self.meter.phase("compile"):
-                step = self.program.step
-            seconds = time.perf_counter() - compile_start
-            self._say(f"compiled in {seconds:.1f} s")
-            self.folder.write("compile.json", {"seconds": round(seconds, 3), **describe_executable(self.program)})
+            step = self._step(loaded)
             self.folder.write("data.json", {"unigram_entropy": self.entropy})
             if state is None:
                 state = self.program.init()
@@ -155,6 +163,26 @@ class _Training:
                     self._let_saving_end()
                 with contextlib.suppress(JaxparError):
                     self._write_time()
+
+    def _load_step(self) -> float | None:
+        """Give the program its step from the file, if there is one; the seconds that it took."""
+        if self.compiled is None:
+            return None
+        begin = time.perf_counter()
+        self.program.step = load_step(self.compiled, self.program)
+        return time.perf_counter() - begin
+
+    def _step(self, loaded: float | None) -> Any:
+        """The compiled step, described in compile.json; ``loaded``: the seconds since it is there, if it was loaded."""
+        begin = time.perf_counter()
+        with self.meter.phase("compile"):
+            step = self.program.step
+        seconds = {"compile": time.perf_counter() - begin} if loaded is None else {"load": loaded}
+        how = "compiled" if loaded is None else f"loaded the step from {self.compiled}"
+        self._say(f"{how} in {sum(seconds.values()):.1f} s")
+        if self.hosts.index == 0:
+            self.folder.write("compile.json", describe_step(self.program, seconds, self._say))
+        return step
 
     def _write_time(self) -> None:
         self.folder.write("time.json", {"step": self.step, **self.meter.seconds()})

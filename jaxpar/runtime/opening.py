@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
+from jaxpar.audit.audit import audit
+from jaxpar.audit.memory import verdict
 from jaxpar.data import Data, build_data
 from jaxpar.data.progress import Bar
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import Experiment
 from jaxpar.program import Program
+from jaxpar.words import Say
 
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
@@ -83,21 +84,15 @@ def introduction(program: Program, data: Data, entropy: float | None) -> Iterato
         yield "note     the warmup is longer than the run: the learning rate never reaches its peak"
 
 
-def describe_executable(program: Program) -> dict[str, Any]:
-    """Bytes on each device by class, as XLA planned them; the size of the model, the devices, the version of JAX."""
-    memory = program.step.memory_analysis()
-    bytes_of = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
-    total = sum(bytes_of.values()) - 2 * bytes_of["aliased"]
-    return {
-        "bytes_per_device": {"total": total, **bytes_of},
-        "parameters": program.num_parameters,
-        "mesh": dict(program.sizes),
-        "device": program.mesh.devices.flat[0].device_kind,
-        "jax": jax.__version__,
-    }
+def describe_step(program: Program, seconds: dict[str, float], say: Say) -> dict[str, Any]:
+    """What compile.json holds: ``seconds`` and the step's audit. Says what the step holds on each device.
+
+    No failure of the audit stops a run: it is one line, and its keys are missing.
+    """
+    try:
+        costs = audit(program, program.step)
+    except Exception as error:  # an HLO text that it cannot read, of any kind
+        say(f"note     no audit: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return {"seconds": seconds}
+    say(f"memory   {verdict(costs)}")
+    return {**costs, "seconds": {**seconds, **costs["seconds"]}}

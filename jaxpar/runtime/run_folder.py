@@ -3,7 +3,7 @@
 ::
 
     config.json      the run's config
-    compile.json     what compiling it took, what the compiled step needs, and on which devices
+    compile.json     the audit of the compiled step: memory, work, wire and time; devices, versions
     data.json        what is known of the data: the unigram entropy of the held-out text, nats per token
     metrics.jsonl    one JSON object a line, each with "step"; appended line by line
     samples.jsonl    texts that the model wrote as it was trained (``samples.every``), likewise
