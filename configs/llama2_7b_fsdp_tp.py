@@ -10,7 +10,7 @@ from jaxpar.experiment import Experiment, MeshConfig
 def config() -> Experiment:
     """64 shards of the state x 4 of every product."""
     fsdp = base()
-    train = dataclasses.replace(fsdp.train, compiler_options=(f"{MEMORY_LIMIT}=30",))
+    train = dataclasses.replace(fsdp.train, compiler_options=(f"{MEMORY_LIMIT}=28",))
     return dataclasses.replace(fsdp, mesh=MeshConfig(fsdp=-1, tensor=4), train=train)
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from configs.llama3_70b import config as base
 from configs.llama2_7b import shrink
+from configs.llama3_70b import config as base
 from jaxpar.experiment import Experiment, MeshConfig
 
 

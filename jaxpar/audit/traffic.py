@@ -48,7 +48,9 @@ def _bytes(module: Module, instruction: Instruction) -> float:
 
 def _of_fusion(module: Module, fusion: Instruction) -> float:
     inner = module.computations[fusion.called["calls"][0]]
-    result = fusion.shape if fusion.opcode == "fusion" else fusion.shape[1]  # started apart: (operands, result, context)
+    result = (
+        fusion.shape if fusion.opcode == "fusion" else fusion.shape[1]
+    )  # started apart: (operands, result, context)
     total = 0.0
     updated = {
         i.operand_names[0] for i in inner.instructions if i.opcode == "dynamic-update-slice"

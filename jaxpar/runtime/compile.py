@@ -38,9 +38,9 @@ def compile_for(
 
     Adds ``target`` and ``seconds.{import, lower, compile, audit, processor}``: since ``started`` (``perf_counter``)
     until devices are there, of tracing and lowering, of XLA, of reading the result, and of all cores from the start of
-    the process until the step was compiled. A step that XLA refuses for want of memory gives ``fits`` false and ``hbm_bytes``, with all that a step adds
-    among the ``activations``, and nothing more. ``hlo``: a file for the optimized HLO; ``save``: one for the
-    executable, whose largest buffers are not looked for.
+    the process until the step was compiled. A step that XLA refuses for want of memory gives ``fits`` false and
+    ``hbm_bytes``, with all that a step adds among the ``activations``, and nothing more. ``hlo``: a file for the
+    optimized HLO; ``save``: one for the executable, whose largest buffers are not looked for.
 
     Raises ConfigError where target and experiment do not fit, RunError when XLA fails.
     """
@@ -103,13 +103,12 @@ def _refused(program: Program, error: Exception) -> dict[str, Any]:
     """What can be said of a step that XLA found no room for."""
     text = " ".join(str(error).split())
     resident = hbm_bytes_resident(program)
-    if found := re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", text):
-        needed, limit = map(_bytes, found.groups())
-    elif found := re.search(r"HLO temporaries \(([\d.]+[KMG])\) exceeds available HBM \(([\d.]+[KMG])\)", text):
-        temporaries, limit = map(_bytes, found.groups())
-        needed = temporaries + sum(resident.values())
-    else:
+    found = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", text) or re.search(
+        r"required for HLO temporaries \(([\d.]+[KMG])\) exceeds available HBM \(([\d.]+[KMG])\)", text
+    )  # of the latter the first number holds the arguments too
+    if found is None:
         raise RunError(f"XLA does not compile the step: {text[:400]}") from None
+    needed, limit = map(_bytes, found.groups())
     return {
         "device": program.mesh.devices.flat[0].device_kind,
         "devices": program.mesh.devices.size,
