@@ -298,7 +298,7 @@ def test_unrolled_layers_gather_again_too(unroll):
         )
     text = traced.lower().as_text()
     assert ("stablehlo.while" in text) == (unroll == 1)
-    assert ("stablehlo.optimization_barrier" in text) == (unroll == 2)
+    assert (text.count("stablehlo.optimization_barrier") > 1) == (unroll == 2)  # one is that of the head's gradient
 
 
 def test_a_sweep_compiles_once():

@@ -136,8 +136,9 @@ class MeshLayout:
         """What the backward pass recomputes.
 
         ``none``: nothing but gathers and casts of weights; ``dots``: all but matrix products; ``qkv``: all but the
-        inputs of attention; ``attention``: all but its output and what the MLP begins with; ``full``: everything from the layer's input. Outside a loop the compiler would find the
-        values again in the forward pass and keep them, so there a barrier stands between the two.
+        inputs of attention; ``attention``: all but its output and what the MLP begins with; ``full``: everything from
+        the layer's input; ``offload``: the same, and that input waits in the host's memory. Outside a loop the compiler
+        would find the values again in the forward pass and keep them, so there a barrier stands between the two.
         """
         policies = jax.checkpoint_policies
         if self.remat_policy == "full":

@@ -49,16 +49,11 @@ def run_bench(as_json: bool) -> int:
         print(json.dumps(rows, indent=1))
         return 0
     print("llama2_7b, v5e:16x16, per device and step; beside MaxText 0.2.5, ours / its")
-    columns = (
-        ("hbm", "HBM"),
-        ("wire", "wire"),
-        ("asynchronous", "async"),
-        ("cycles", "cycles"),
-        ("processor", "cpu s"),
-    )
-    print(f"{'':<42}" + "".join(f"{title:>22}" for _, title in columns))
+    titles = {"hbm": "HBM GB", "wire": "wire GB", "asynchronous": "of it async", "cycles": "1e9 cycles"}
+    columns = {**titles, "processor": "processor s"}
+    print(f"{'':<42}" + "".join(f"{title:>22}" for title in columns.values()))
     for row in rows:
-        cells = "".join(f"{_cell(key, row):>22}" for key, _ in columns)
+        cells = "".join(f"{_cell(key, row):>22}" for key in columns)
         print(f"{row['row']:<42}{cells}")
     return 0
 
