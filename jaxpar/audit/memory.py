@@ -32,11 +32,12 @@ def hbm_bytes_resident(program: Program) -> dict[str, int]:
 def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     """Bytes on each device by class; they add up to ``total``.
 
-    ``total`` is XLA's own sum, arguments + outputs - aliases + temporaries + code (``memory_analysis``). ``parameters``,
-    ``optimizer`` (with the step counters) and ``batch`` are the sums of the shards' bytes. ``gradients``: in fp32, where
-    the optimizer has them. ``activations``: the temporaries without them. ``padding``: what XLA's layouts add to the
-    arguments, and outputs that are no argument's memory. Besides, ``peak``: the most that is live at once, by XLA's
-    count, which is less than ``total`` where XLA lays temporaries over each other only on the device (TPU).
+    ``total`` is XLA's own sum, arguments + outputs - aliases + temporaries + code (``memory_analysis``).
+    ``parameters``, ``optimizer`` (with the step counters) and ``batch`` are the sums of the shards' bytes.
+    ``gradients``: in fp32, where the optimizer has them. ``activations``: the temporaries without them. ``padding``:
+    what XLA's layouts add to the arguments, and outputs that are no argument's memory. Besides, ``peak``: the most that
+    is live at once, by XLA's count, which is less than ``total`` where XLA lays temporaries over each other only on the
+    device (TPU).
     """
     memory = compiled.memory_analysis()
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes

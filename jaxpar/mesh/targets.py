@@ -109,7 +109,7 @@ class Target:
             more["chip_config_name"] = "megacore"
         shape = (*self.shape, 1, 1)[:3]
         small = [n for n in shape if n > 1]
-        host = (1, 1, 1) if not small else tuple(min(n, 2) for n in shape[:2]) + (1,)
+        host = (1, 1, 1) if not small else (*(min(n, 2) for n in shape[:2]), 1)
         if math.prod(host) < 4:
             more["chips_per_host_bounds"] = host
         topology = "x".join(map(str, self.shape))

@@ -20,7 +20,9 @@ from jaxpar.program import Program
 from jaxpar.runtime.compile import OPTIONS
 
 MODEL = DecoderConfig(vocab_size=512, num_layers=2, embed=256, num_heads=2, num_kv_heads=2, mlp_width=512)
-LAYER = {"q": 256 * 256, "k": 256 * 256, "v": 256 * 256, "o": 256 * 256} | dict.fromkeys(("gate", "up", "down"), 256 * 512)
+LAYER = {"q": 256 * 256, "k": 256 * 256, "v": 256 * 256, "o": 256 * 256} | dict.fromkeys(
+    ("gate", "up", "down"), 256 * 512
+)
 LAYERS, TABLE = 2 * sum(LAYER.values()), 512 * 256  # weights of the layers; of the embedding, and as many of the head
 VECTORS = (2 * 2 + 1) * 256
 WEIGHTS = LAYERS + 2 * TABLE
@@ -197,7 +199,13 @@ print("compiled")
 
 
 def run(*command):
-    hidden = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TF_CPP_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL")
+    hidden = (
+        "JAX_PLATFORMS",
+        "TPU_SKIP_MDS_QUERY",
+        "TF_CPP_MIN_LOG_LEVEL",
+        "TPU_STDERR_LOG_LEVEL",
+        "TPU_MIN_LOG_LEVEL",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment["JAX_PLATFORMS"] = "cpu"
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)

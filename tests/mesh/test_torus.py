@@ -95,7 +95,9 @@ def line_mesh(places):
 
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.lists(st.integers(1, 4), min_size=4, max_size=4).filter(lambda s: math.prod(s) <= 64), st.randoms(), st.booleans()
+    st.lists(st.integers(1, 4), min_size=4, max_size=4).filter(lambda s: math.prod(s) <= 64),
+    st.randoms(),
+    st.booleans(),
 )
 def test_any_order_of_the_devices_has_the_right_product(shape, random, shuffled):
     """Also none at all. *Wrong*: a second device that differs in two coordinates never ended."""

@@ -101,9 +101,7 @@ def staged_program(monkeypatch, stages, reduce_dtype="float32", **kind):
     """A Program on eight CPU devices whose ZeRO axis is said to be a product of torus dimensions."""
     monkeypatch.setattr("jaxpar.program.torus_stages", lambda mesh, axis: stages)
     experiment = oracle.program(**kind).experiment
-    experiment = dataclasses.replace(
-        experiment, train=dataclasses.replace(experiment.train, reduce_dtype=reduce_dtype)
-    )
+    experiment = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, reduce_dtype=reduce_dtype))
     return Program(experiment, jax.devices())
 
 
