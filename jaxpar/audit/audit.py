@@ -83,7 +83,7 @@ def audit(program: Program, compiled: Any, dump: Path | None = None, most: int =
 def _listed(records: list[wire.Collective], most: int) -> list[dict[str, Any]]:
     found = sorted((r for r in records if r.total_bytes), key=lambda r: -r.total_bytes)
     return [
-        {"kind": r.kind, "axis": r.axis, "bytes": r.total_bytes, "op": r.op_name, "source": r.source}
+        {"kind": r.kind, "axis": r.axis, "bytes": r.total_bytes, "op": r.op_name or r.instruction, "source": r.source}
         for r in found[:most]
     ]
 

@@ -4,7 +4,8 @@ Conventions, g devices in a group: an all-gather and a reduce-scatter move (g-1)
 twice that, an all-to-all (g-1)/g of its operand, a permute and a broadcast their operand once. A group of one moves
 nothing. A ragged all-to-all is counted as if every row were sent and the load even: what moves depends on the data.
 
-Between TPU slices XLA hands arrays to the hosts: a ``send`` names what they do with it. Those modules lose most op_names.
+Between TPU slices XLA hands arrays to the hosts: a ``send`` names what they do with it. Such modules lose most
+op_names.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Unrequested:
 
     resharding: list[Collective]  # data moved because an operation needed it elsewhere
     reductions: list[Collective]  # small all-reduces (norms, counts) of sums over sharded arrays
-    unnamed: list[Collective]  # XLA left no name, so nothing can be said
+    unnamed: list[Collective]  # in a program of several TPU slices: XLA left no name, so nothing can be said
 
 
 def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, small_bytes: int = 1024) -> Unrequested:
@@ -121,13 +122,14 @@ def unrequested(records: Iterable[Collective], asked: Collection[str] = ASKED, s
     ``.../shard_map/.../all_gather`` was asked for; ``.../dot_general`` or ``.../add`` names the operation whose
     operands or result lay otherwise. All-reduces of at most ``small_bytes`` are listed apart.
     """
-    found = Unrequested([], [], [])
+    found, records = Unrequested([], [], []), list(records)
+    names_lost = any(r.between_slices for r in records)
     for r in records:
         if _primitives(r.op_name) <= set(asked):
             continue
         small = r.kind == "all-reduce" and r.operand_bytes <= small_bytes
-        named = r.op_name and not r.op_name.endswith("optimization_barrier")  # which moves nothing: another's name
-        (found.reductions if small else found.resharding if named else found.unnamed).append(r)
+        unnamed = names_lost and (not r.op_name or r.op_name.endswith("optimization_barrier"))  # that moves nothing
+        (found.reductions if small else found.unnamed if unnamed else found.resharding).append(r)
     return found
 
 

@@ -61,11 +61,11 @@ def _group(axis: str, mesh: Any) -> list[Any]:
     part = re.fullmatch(r"\w+\((\d+) of (\d+)\)", axis)
     if part is None or int(part[2]) != len(line):
         return list(line)
-    # Which stage of the axis the label does not say: the innermost, or where that has another size the outermost.
+    # Which stage of the axis the label does not say: the innermost or the outermost, whichever is a line in a slice.
     inner, outer = line[: int(part[1])], line[:: len(line) // int(part[1])]
-    if line[0].platform == "tpu" and sum(n > 1 for n in _extent(inner)) > 1:
-        return list(outer)
-    return list(inner)
+    if line[0].platform != "tpu":
+        return list(inner)
+    return list(min(inner, outer, key=lambda group: (len(set(map(_slice, group))), sum(n > 1 for n in _extent(group)))))
 
 
 def roofline(

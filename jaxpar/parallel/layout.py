@@ -135,10 +135,11 @@ class MeshLayout:
     def remat(self, layer: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
         """What the backward pass recomputes.
 
-        ``none``: nothing but gathers and casts of weights; ``dots``: all but matrix products; ``qkv``: all but the
-        inputs of attention; ``attention``: all but its output and what the MLP begins with; ``full``: everything from
-        the layer's input; ``offload``: the same, and that input waits in the host's memory. Outside a loop the compiler
-        would find the values again in the forward pass and keep them, so there a barrier stands between the two.
+        ``none``: nothing but gathers and casts of weights; ``dots``: all but products with weights; ``qkv``: all but
+        the inputs of attention; ``attention``: all but its output and what the MLP begins with; ``full``: everything
+        from the layer's input; ``offload``: the same, with that input in the host's memory meanwhile. Outside a loop
+        the compiler would find the values again in the forward pass and keep them, so there a barrier stands between
+        the two.
         """
         policies = jax.checkpoint_policies
         if self.remat_policy == "full":

@@ -17,14 +17,14 @@ FAST = {**oracle.FAST_COMPILE, "xla_cpu_use_fusion_emitters": False}  # nothing 
 MODEL = DecoderConfig(vocab_size=96, num_layers=2, embed=32, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=80)
 
 
-def counted(model=None, rules=ShardingRules(), mesh=None, rows=8, **train):
+def counted(model=None, rules=None, mesh=None, rows=8, **train):
     """(in the HLO, by the formula) of the gradients of one step: an optimizer has no products."""
     mesh = {"fsdp": 1, **(mesh or {})}
     experiment = Experiment(
         model=dataclasses.replace(MODEL, **(model or {})),
         train=TrainConfig(global_batch=rows, **{"seq_len": 32, **train}),
         mesh=MeshConfig(**mesh),
-        rules=rules,
+        rules=rules or ShardingRules(),
     )
     count = 1
     for size in mesh.values():

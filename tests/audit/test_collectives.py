@@ -251,3 +251,60 @@ def test_what_nobody_asked_for():
     found = unrequested(records, asked={"dot_general", "reduce_sum"})
     assert [r.instruction for r in found.resharding] == ["asked", "begun", "placed", "nameless"]
     assert records[0].to_json()["total_bytes"] == 1536
+
+
+MEGASCALE = (
+    '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="psum.9_0",'
+    '_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{TARGET}x{0:7}",'
+    '_xla_megascale_transfer_type="TYPE"'
+)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "target", "mesh", "kind", "axis", "wire"),
+    [
+        ("ALL_REDUCE", "{1,2}", {"data": 2, "fsdp": 8}, "all-reduce", "data", 2 * 512 / 2),
+        ("ALL_REDUCE", "{1:4}", {"data": 8, "fsdp": 4}, "all-reduce", "data(4 of 8)", 2 * 512 * 3 / 4),
+        ("ALL_GATHER", "{1,2,3,4}", {"data": 2, "fsdp": 16}, "all-gather", "fsdp(4 of 16)", 3 * 512),
+        ("REDUCE_SCATTER", "{1,2}", {"data": 1, "fsdp": 16}, "reduce-scatter", "fsdp(2 of 16)", 512 / 2),
+        ("ONE_TO_ONE", "{1,2}", {"data": 1, "fsdp": 1, "pipe": 2}, "collective-permute", "pipe", 512),
+    ],
+)
+def test_what_slices_exchange(transfer, target, mesh, kind, axis, wire):
+    """A ``send`` to the hosts is the only sign of it in the text; *wrong*: nothing crosses the slow network."""
+    attributes = MEGASCALE.replace("{TARGET}", target).replace("TYPE", transfer)
+    lines = f"""  %token = token[] after-all()
+  %s = (f32[8,16], u32[], token[]) send(%x, %token), channel_id=3, is_host_transfer=true, frontend_attributes={{{attributes}}}
+  %done = token[] send-done(%s), channel_id=3, is_host_transfer=true
+  %r = (f32[8,16], u32[], token[]) recv(%token), channel_id=4, is_host_transfer=true, frontend_attributes={{{attributes}}}
+  %got = (f32[8,16], token[]) recv-done(%r), channel_id=4, is_host_transfer=true"""  # noqa: E501
+    (record,) = collectives(program(lines), mesh)
+    assert (record.kind, record.axis, record.total_bytes) == (kind, axis, wire)
+    assert record.between_slices and record.asynchronous and record.dims == (8, 16)
+    assert unrequested([record], small_bytes=0).unnamed == [record]
+
+
+def test_a_send_to_the_host_is_no_collective():
+    """Host callbacks and infeeds use it too."""
+    lines = """  %token = token[] after-all()
+  %s = (f32[8,16], u32[], token[]) send(%x, %token), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="tf"}"""  # noqa: E501
+    assert collectives(program(lines), MESH) == []
+
+
+@pytest.mark.parametrize(
+    ("op_name", "asked"),
+    [
+        ("jit(f)/shard_map/(a.q/all_gather:a.k/all_gather)", True),
+        ("jit(f)/shard_map/transpose(jvp())/(reduce_scatter:transpose(jvp(table))/reduce_scatter)", True),
+        ("jit(f)/shard_map/(a.q/all_gather:mlp/dot_general)", False),
+        ("jit(f)/shard_map/jvp()/all_gather", True),
+        ("jit(f)/shard_map/transpose(jvp())/add", False),
+    ],
+)
+def test_collectives_that_xla_merged_have_merged_names(op_name, asked):
+    """XLA:GPU's form; one part that nobody asked for is enough."""
+    lines = (
+        f'  %g = f32[16,16] all-gather(%x), replica_groups={DATA}, dimensions={{0}}, metadata={{op_name="{op_name}"}}'
+    )
+    found = unrequested(collectives(program(lines), MESH))
+    assert (found.resharding == []) == asked and found.unnamed == []
