@@ -4,7 +4,7 @@ import pytest
 from hlo_modules import loop
 
 from jaxpar.audit import hlo
-from jaxpar.audit.collectives import collectives, summary, unrequested
+from jaxpar.audit.collectives import Collective, collectives, summary, unrequested
 
 MESH = {"data": 2, "fsdp": 4}  # partition = data * 4 + fsdp
 FSDP, DATA, ALL = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}", "{}"
@@ -251,3 +251,16 @@ def test_what_nobody_asked_for():
     found = unrequested(records, asked={"dot_general", "reduce_sum"})
     assert [r.instruction for r in found.resharding] == ["asked", "begun", "placed", "nameless"]
     assert records[0].to_json()["total_bytes"] == 1536
+
+
+def test_collectives_that_xla_made_one():
+    """XLA:GPU names them together; asked for where all of them were. *Wrong*: the text after the last slash."""
+
+    def record(op_name):
+        return Collective(
+            "all-gather", "fsdp", 8, 64.0, 1, False, "f32", (1024,), op_name, "", "all-gather.1", False
+        )  # fmt: skip
+
+    asked = record("jit(_step)/shard_map/(jvp(table)/all_gather:jvp(kernel)/all_gather)")
+    one_not = record("jit(_step)/shard_map/layers/(mlp.up/all_gather:mlp/dot_general)")
+    assert unrequested([asked, one_not]).resharding == [one_not]
