@@ -116,7 +116,10 @@ def _telling(op_names: list[str]) -> str:
 
 ARGUMENTS = ("state[", "batch[", "scalars[")
 _WRAPPED = re.compile(r"(\w+)\((.*)\)")
-_NOISE = {"", "step", "shard_map", "while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation"}
+_NOISE = {
+    "", "step", "shard_map", "while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation",
+    "dynamic_update_index_in_dim",
+}  # fmt: skip
 
 
 def readable_name(op_name: str) -> str:
@@ -129,8 +132,8 @@ def readable_name(op_name: str) -> str:
     op_name = op_name.replace("\\'", "'")
     if op_name.startswith(ARGUMENTS):
         return _argument(op_name)
-    if several := re.fullmatch(r"(.*?)\(([^:]+)((?::[^:]+)+)\)", op_name):  # that XLA made one
-        return f"{readable_name(several[1] + several[2])} and {several[3].count(':')} more"
+    if several := re.fullmatch(r"(.*/)?\(([^:]+)((?::[^:]+)+)\)", op_name):  # that XLA made one
+        return f"{readable_name((several[1] or '') + several[2])} and {several[3].count(':')} more"
     parts, wrappers = [], set()
     for part in op_name.split("/"):
         while found := _WRAPPED.fullmatch(part):

@@ -91,7 +91,7 @@ class _Training:
         resume: bool,
         quiet: bool,
         hosts: Hosts,
-        compiled: Path | None,
+        compiled: Path | None = None,
     ):
         started = time.perf_counter()
         self.experiment, self.resume, self.hosts, self.compiled = experiment, resume, hosts, compiled

@@ -64,7 +64,7 @@ def test_largest_buffers(tmp_path):
     }
     first, second, third, fourth = largest_buffers(tmp_path, names)
     assert (first.bytes, first.shape) == (8192, "bf16[8,512]") and "mlp" in first.name
-    assert (second.bytes, second.shape, second.name) == (4096, "f32[1024]", "params.head.kernel")
+    assert (second.bytes, second.shape, second.name) == (4096, "f32[1024]", "parameter head.kernel")
     assert (third.bytes, third.shape) == (1024, "f32[256]")
     assert (fourth.bytes, fourth.shape) == (16, "f32[4]")
     assert len(largest_buffers(tmp_path, names, most=2)) == 2

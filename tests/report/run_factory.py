@@ -70,13 +70,19 @@ def write_run(
     metrics = records(config.train.steps, config.train.seed) if metrics is None else metrics
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
     if compiled:
-        sizes = {"arguments": 9e8, "outputs": 8.5e8, "aliased": 8.4e8, "temporaries": 2.1e9, "code": 3e6}
+        sizes = {
+            "parameters": 3e8,
+            "optimizer": 6e8,
+            "gradients": 3e8,
+            "activations": 1.8e9,
+            "code": 3e6,
+            "padding": 1e7,
+        }
         mesh = {"data": 1, "fsdp": 4, "pipe": 1, "expert": 1, "context": 1, "tensor": 2}
-        about = {"parameters": 124_439_808, "mesh": mesh, "device": "NVIDIA H100 80GB HBM3", "jax": "0.10.2"}
-        total = sum(sizes.values()) - 2 * sizes["aliased"]
-        (path / "compile.json").write_text(
-            json.dumps({"seconds": 9.1, "bytes_per_device": {"total": total, **sizes}, **about})
-        )
+        about = {"parameters": 124_439_808, "mesh": mesh, "device": "NVIDIA H100 80GB HBM3"}
+        about |= {"versions": {"jax": "0.10.2"}, "seconds": {"compile": 9.1}}
+        total = sum(sizes.values())
+        (path / "compile.json").write_text(json.dumps({"hbm_bytes": {"total": total, "peak": total, **sizes}, **about}))
     if entropy is not None:
         (path / "data.json").write_text(json.dumps({"unigram_entropy": entropy}))
     return path

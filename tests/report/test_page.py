@@ -169,11 +169,13 @@ def test_a_run_without_steps_and_one_that_is_being_written(tmp_path, no_pictures
     assert "4 of 10" in Page(write_report([run])).text
 
 
-def test_outputs_that_reuse_arguments_count_once(tmp_path):
-    (run,) = read_runs([write_run(tmp_path / "run", experiment(1))])
-    total = run.compiled["bytes_per_device"]["total"]
-    assert sum(memory_classes(run).values()) == total
-    assert memory_classes(run)["outputs"] == pytest.approx(1e7)
+def test_classes_of_memory(tmp_path, no_pictures):
+    """All that the audit knows, and no total among them: bars of twice the length."""
+    path = write_run(tmp_path / "run", experiment(1))
+    (run,) = read_runs([path])
+    assert sum(memory_classes(run).values()) == run.compiled["hbm_bytes"]["total"]
+    text = Page(write_report([path])).text
+    assert "optimizer state" in text and "gradients" in text and "3.01 GB" in text and "0.10.2" in text
 
 
 def damage(run, name, text):
@@ -195,7 +197,8 @@ def damage(run, name, text):
         ("config.json", "[" * 10**5, "config.json is damaged: maximum recursion depth"),
         ("compile.json", '{"parameters": "many"}', "compile.json is damaged: parameters is 'many'"),
         ("compile.json", "[1, 2]", "compile.json is damaged: no JSON object"),
-        ("compile.json", '{"bytes_per_device": {"arguments": "many"}}', "compile.json is damaged: bytes_per_device"),
+        ("compile.json", '{"hbm_bytes": {"activations": "many"}}', "compile.json is damaged: hbm_bytes"),
+        ("compile.json", '{"versions": {"jax": 1}}', "compile.json is damaged: versions"),
         ("data.json", '{"unigram_entropy": "low"}', "data.json is damaged: unigram_entropy"),
         ("config.json", '{"train": {"stepps": 3}}', "config.json: train.stepps: 3 is the value of an unknown field"),
     ],

@@ -226,6 +226,19 @@ def test_hosts_that_were_started_differently(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_hosts_with_different_steps(folder, tmp_path):
+    """Two executables that meet in a collective wait for ever: found before JAX starts."""
+    files = [folder / "a.step", folder / "b.step"]
+    files[0].write_bytes(b"a")
+    flags = [("--compiled", file) for file in files]
+    (code, _, error), (other, *_) = finish(command(folder, tmp_path / "run", ("none", "none"), index_flags=flags))
+    assert (code, other) == (2, 2)
+    line = (
+        r"--compiled: '.*b\.step, which cannot be read: No such file.*' on host 1 .* is not '.*a\.step with SHA-256 .*'"
+    )
+    assert re.match(f"jaxpar: {ZERO}: {line}", error), error
+
+
 def test_a_run_folder_that_not_all_share(folder, tmp_path):
     ended = finish(command(folder, tmp_path / "run", ("none", "blind")))
     assert [code for code, *_ in ended] == [2, 2]
