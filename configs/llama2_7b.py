@@ -1,10 +1,11 @@
 """Llama 2 7B (arXiv:2307.09288): 6.7B weights.
 
-    jaxpar show configs/llama2_7b.py --devices 256      # parameters, batch and shardings of a 256-device mesh
-    jaxpar train configs/llama2_7b.py --smoke           # the same shape of experiment, on any CPU
+    jaxpar compile configs/llama2_7b.py --target v5e:16x16    # what a step costs there, from any machine
+    jaxpar train configs/llama2_7b.py --smoke                 # the same shape of experiment, on any CPU
 
-State is 80.9 GB in all: fp32 parameters and two moments. The default is FSDP over every device, with each layer
-recomputed in the backward pass; ``--mesh.tensor 4`` makes it FSDP x tensor parallelism.
+FSDP over every device, with each layer recomputed in the backward pass. For 256 TPU v5e the compiler says, of each
+device and step (jax 0.12.0.1, libtpu 0.0.50.1): 3.8 GB live at once of 16.9 (106 MB of it parameters, 211 MB optimizer state),
+40 GB on the wire, 44 % of it asynchronous, 4.39e14 FLOPs; at least 2.2 s, 2.7 s if nothing overlaps (77 and 64 % MFU).
 """
 
 import dataclasses

@@ -1,7 +1,10 @@
 """Llama 3.1 8B (arXiv:2407.21783): 8.0B weights, grouped-query attention, a vocabulary of 128,256.
 
-jaxpar show configs/llama3_8b.py --devices 256
-jaxpar train configs/llama3_8b.py --smoke
+    jaxpar compile configs/llama3_8b.py --target v5e:16x16
+    jaxpar train configs/llama3_8b.py --smoke
+
+FSDP over every device. For 256 TPU v5e the compiler says, of each device and step: 6.5 GB live at once of 16.9, 47 GB on
+the wire, 55 % of it asynchronous, 5.56e14 FLOPs; at least 2.8 s, 3.3 s if nothing overlaps (76 and 64 % MFU).
 """
 
 import dataclasses

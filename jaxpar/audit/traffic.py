@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxpar.audit.executions import executions
 from jaxpar.audit.hlo import Instruction, Module
 from jaxpar.audit.shapes import arrays
@@ -48,9 +50,9 @@ def _bytes(module: Module, instruction: Instruction) -> float:
 
 def _of_fusion(module: Module, fusion: Instruction) -> float:
     inner = module.computations[fusion.called["calls"][0]]
-    result = (
-        fusion.shape if fusion.opcode == "fusion" else fusion.shape[1]
-    )  # started apart: (operands, result, context)
+    result: Any = fusion.shape
+    if fusion.opcode != "fusion":  # started apart: (operands, result, context)
+        result = result[1]
     total = 0.0
     updated = {
         i.operand_names[0] for i in inner.instructions if i.opcode == "dynamic-update-slice"

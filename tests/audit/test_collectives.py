@@ -4,7 +4,7 @@ import pytest
 from hlo_modules import loop
 
 from jaxpar.audit import hlo
-from jaxpar.audit.collectives import Collective, collectives, summary, unrequested
+from jaxpar.audit.collectives import collectives, summary, unrequested
 
 MESH = {"data": 2, "fsdp": 4}  # partition = data * 4 + fsdp
 FSDP, DATA, ALL = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}", "{}"
