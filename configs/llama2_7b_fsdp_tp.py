@@ -3,7 +3,8 @@
     jaxpar compile configs/llama2_7b_fsdp_tp.py --target v5e:16x16
     jaxpar train configs/llama2_7b_fsdp_tp.py --smoke --devices cpu:8
 
-For 256 TPU v5e the compiler says, of each device and step: {tp}
+For 256 TPU v5e the compiler says, of each device and step: 4.9 GB live at once of 16.9, 82 GB on the wire (72 of them
+over tensor), 20 % of it asynchronous, 4.39e14 FLOPs; at least 2.2 s, 4.0 s if nothing overlaps (77 and 43 % MFU).
 """
 
 import dataclasses

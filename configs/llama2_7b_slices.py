@@ -3,9 +3,9 @@
     jaxpar compile configs/llama2_7b_slices.py --target "v5e:16x16*2"
     jaxpar train configs/llama2_7b_slices.py --smoke --devices cpu:8
 
-For two slices of 256 TPU v5e the compiler says, of each device and step: 3.8 GB live at once of 16.9, 40 GB on the wire
-within the slice as on a single one, and 53 MB between the slices, which is the all-reduce of this device's gradients in
-bf16: 17 ms of 2.2 s.
+For two slices of 256 TPU v5e the compiler says, of each device and step: 3.8 GB live at once of 16.9, 40 GB on the
+wire within the slice as on a single one, and 53 MB between the slices, which is the all-reduce of this device's
+gradients in bf16: 17 ms of 2.2 s.
 """
 
 import dataclasses

@@ -218,7 +218,7 @@ def test_wrong_input_is_one_line(refused, here, arguments, message):
         ("parity quickstart --devices 4", "--devices: 4 is too few for the layouts of parity (legal: 8 or more)"),
         ("parity .", "config: . is a run folder, which has no smoke()"),
         ("bench train --devices 2", "bench: --devices 2 takes no overrides"),  # taken and not heeded once
-        ("bench speed", "bench: speed is not a benchmark (legal: train)"),
+        ("bench speed", "bench: speed is not a benchmark (legal: train, compile)"),
     ],
 )
 def test_a_wrong_command_is_one_line(refused, here, arguments, message):

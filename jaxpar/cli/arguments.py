@@ -23,11 +23,16 @@ class Parser(argparse.ArgumentParser):
         raise JaxparError(f"{self.prog.removeprefix('jaxpar ')}: {message}")
 
 
-def parser_of(command: str, description: str, *, devices: bool = False, smoke: bool = False) -> Parser:
+def parser_of(
+    command: str, description: str, *, devices: bool = False, smoke: bool = False, target: bool = False
+) -> Parser:
     """The parser of a command, with the options that it shares with others."""
     parser = Parser(prog=f"jaxpar {command}", description=description, allow_abbrev=False)
     if devices:
         parser.add_argument("--devices", help="N devices to use, a CPU cut into as many virtual ones; or cpu:N")
+    if target:
+        targets = "v5e:16x16, v5p:4x4x4*2 (slices), h100:8x8 (nodes x GPUs), cpu:8, or attached (the default)"
+        parser.add_argument("--target", default="attached", help=targets)
     if smoke:
         parser.add_argument("--smoke", action="store_true", help="the config's smoke(): the same experiment, tiny")
     return parser
@@ -100,7 +105,7 @@ def split(
 
 
 def parse(parser: Parser, name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides among ``arguments``; JAX is configured for what comes next.
+    """The options, with ``target`` a Target, and the overrides among ``arguments``; JAX is configured for what comes.
 
     ``--help`` prints what there is, with the fields of config ``name`` ("": of none), and raises SystemExit.
     """
@@ -110,8 +115,13 @@ def parse(parser: Parser, name: str, arguments: list[str]) -> tuple[argparse.Nam
         raise SystemExit(0)
 
     from jaxpar.mesh.devices import quiet_plugins
+    from jaxpar.mesh.targets import parse_target, prepare_to_describe
     from jaxpar.runtime.start import configure_jax
 
+    if hasattr(options, "target"):
+        options.target = parse_target(options.target)
+        if options.target.described:
+            prepare_to_describe()
     quiet_plugins()
     configure_jax()
     return options, overrides

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from jaxpar.cli.arguments import CONFIG, experiment_of, parse, parser_of, split
 from jaxpar.errors import ConfigError
@@ -17,7 +15,9 @@ def run(arguments: list[str]) -> int:
     if "--compare" in arguments:
         return _compare(arguments)
     name, rest = split("compile", arguments)
-    parser = _parser("compile CONFIG", "Compile a config's step for a target; exit code 2: it does not fit.")
+    about = "Compile a config's step for a target; exit code 2: it does not fit."
+    parser = parser_of("compile CONFIG", about, smoke=True, target=True)
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized HLO")
     parser.add_argument(
         "--save",
@@ -25,7 +25,7 @@ def run(arguments: list[str]) -> int:
         metavar="FILE",
         help="write the executable, for train --compiled; leaves out the largest buffers",
     )
-    options, overrides = _parse(parser, name, rest)
+    options, overrides = parse(parser, name, rest)
     experiment = experiment_of(name, options.smoke, overrides)
 
     from jaxpar.cli import STARTED
@@ -41,11 +41,13 @@ def run(arguments: list[str]) -> int:
 
 def _compare(arguments: list[str]) -> int:
     """``--compare A B``: two configs, or one and its flags for each side."""
-    parser = _parser("compile --compare A B", "Compile two configs and show what they cost side by side.")
+    about = "Compile two configs and show what they cost side by side."
+    parser = parser_of("compile --compare A B", about, smoke=True, target=True)
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="configs; flags after CONFIG, in quotes, are its"
     )
-    options, overrides = _parse(parser, "", arguments)
+    options, overrides = parse(parser, "", arguments)
 
     from jaxpar.report.compile import render_comparison
     from jaxpar.runtime.compile import compile_for
@@ -69,24 +71,3 @@ def _compare(arguments: list[str]) -> int:
         results.append({"config": side, **compile_for(experiment, options.target)})
     print(json.dumps(results, indent=1) if options.json else render_comparison(results))
     return 0 if all(result["fits"] for result in results) else 2
-
-
-def _parser(command: str, about: str) -> Any:
-    parser = parser_of(command, about, smoke=True)
-    targets = "v5e:16x16, v5p:4x4x4*2 (slices), h100:8x8 (nodes x GPUs), cpu:8, or attached (the default)"
-    parser.add_argument("--target", default="attached", help=targets)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    return parser
-
-
-def _parse(parser: Any, name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options with ``target`` parsed, before JAX is imported: a described target needs its surroundings set."""
-    from jaxpar.mesh.targets import parse_target, prepare_to_describe
-
-    known, _ = parser.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
-    target = parse_target(known.target)
-    if target.described:
-        prepare_to_describe()
-    options, overrides = parse(parser, name, arguments)
-    options.target = target
-    return options, overrides
