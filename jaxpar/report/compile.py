@@ -150,8 +150,9 @@ def render_comparison(results: list[dict[str, Any]]) -> str:
     table.append(("mesh", *meshes, ""))
     rows = list(ROWS)
     at = next(i for i, row in enumerate(rows) if row[0] == "  asynchronous")
-    for axis in dict.fromkeys(a for result in results for a in result.get("wire_bytes", {}).get("by_axis", {})):
-        rows.insert(at, (f"  over {axis}", _of_axis(axis), bytes_text))
+    by_axis = [result.get("wire_bytes", {}).get("by_axis", {}) for result in results]
+    for axis in sorted({*by_axis[0], *by_axis[1]}, key=lambda axis: max(of.get(axis, 0) for of in by_axis)):
+        rows.insert(at, (f"  over {axis}", _of_axis(axis), bytes_text))  # the largest ends up first
     for name, value_of, text in rows:
         values = [_value(result, value_of) for result in results]
         if not any(values):
