@@ -78,6 +78,11 @@ def _on_slices(sizes: dict[str, int], slices: list[list[Any]]) -> Any:
         raise ConfigError("mesh.data", sizes["data"], rule, f"multiples of {len(slices)}")
     inner = [sizes[a] // (len(slices) if a == outer else 1) for a in MESH_AXES]
     grids = [mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True) for devices in slices]
+    fsdp = _along(grids[0], "fsdp")
+    if len(_stages(_places(fsdp))) == 1 and sum(len(set(column)) > 1 for column in _places(fsdp).T) > 1:
+        # JAX winds one ring through all of a small slice; over it XLA makes no reduce-scatters (see torus_stages).
+        ordered = [sorted(devices, key=lambda d: (*d.coords, d.core_on_chip)) for devices in slices]
+        grids = [np.asarray(devices, dtype=object).reshape(inner) for devices in ordered]
     return np.concatenate(grids, axis=MESH_AXES.index(outer))
 
 
@@ -86,12 +91,28 @@ def torus_stages(mesh: Any, axis: str) -> tuple[int, ...]:
 
     Moving along the axis, the last of them counts fastest. Devices without coordinates (CPU, GPU) have one.
     """
+    line = _along(mesh.devices, axis)
+    return _stages(_places(line)) if line[0].platform == "tpu" else (len(line),)
+
+
+def _along(grid: Any, axis: str) -> Any:
+    """The devices along an axis, at the beginning of all others."""
     import numpy as np
 
-    line = np.moveaxis(mesh.devices, MESH_AXES.index(axis), 0)[:, 0, 0, 0, 0, 0]
-    if line[0].platform != "tpu":
-        return (len(line),)
-    places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords, d.core_on_chip) for d in line])
+    return np.moveaxis(grid, MESH_AXES.index(axis), 0)[:, 0, 0, 0, 0, 0]
+
+
+def _places(line: Any) -> Any:
+    """[devices, coordinates] of TPU devices: slice, torus, core."""
+    import numpy as np
+
+    return np.array([(getattr(d, "slice_index", 0) or 0, *d.coords, d.core_on_chip) for d in line])
+
+
+def _stages(places: Any) -> tuple[int, ...]:
+    """The line as a product of runs that move along one coordinate; one number where it is none."""
+    import numpy as np
+
     stages: list[int] = []
     while len(places) > 1:
         moving = np.logical_or.accumulate(places != places[0]).sum(axis=1)  # coordinates that have moved by then

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 
 from jaxpar.errors import ConfigError
 from jaxpar.mesh.axes import MESH_AXES, make_mesh, torus_stages
@@ -51,9 +52,13 @@ def test_stages(text, mesh, stages):
     assert torus_stages(mesh_on(text, **mesh), "fsdp") == stages
 
 
-def test_a_snake_is_one_stage():
-    """JAX lays all 16 chips of a v5e:4x4 along one closed line of neighbours: no product of dimensions."""
-    assert torus_stages(mesh_on("v5e:4x4", fsdp=16), "fsdp") == (16,)
+@pytest.mark.parametrize(("text", "stages"), [("v5e:4x4", (4, 4)), ("v5e:2x4", (2, 4))])
+def test_no_ring_is_wound_through_a_slice(text, stages):
+    """JAX winds one through small slices. *Wrong*: a single stage, over which XLA makes no reduce-scatters."""
+    grid = mesh_utils.create_device_mesh((len(described(text)),), described(text))
+    wound = types.SimpleNamespace(devices=grid.reshape(1, -1, 1, 1, 1, 1))
+    assert torus_stages(wound, "fsdp") == (len(described(text)),)
+    assert torus_stages(mesh_on(text, fsdp=len(described(text))), "fsdp") == stages
 
 
 def test_two_cores_of_a_chip():
