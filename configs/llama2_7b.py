@@ -4,8 +4,9 @@
     jaxpar train configs/llama2_7b.py --smoke                 # the same shape of experiment, on any CPU
 
 FSDP over every device, with each layer recomputed in the backward pass. For 256 TPU v5e the compiler says, of each
-device and step (jax 0.12.0.1, libtpu 0.0.50.1): 3.8 GB live at once of 16.9 (106 MB of it parameters, 211 MB optimizer state),
-40 GB on the wire, 44 % of it asynchronous, 4.39e14 FLOPs; at least 2.2 s, 2.7 s if nothing overlaps (77 and 64 % MFU).
+device and step (jax 0.12.0.1, libtpu 0.0.50.1): 3.8 GB live at once of 16.9 (106 MB of it parameters, 211 MB optimizer
+state), 40 GB on the wire, 44 % of it asynchronous, 4.39e14 FLOPs; at least 2.2 s, 2.7 s if nothing overlaps (77 and 64
+% MFU).
 """
 
 import dataclasses

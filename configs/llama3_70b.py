@@ -3,8 +3,8 @@
     jaxpar compile configs/llama3_70b.py --target v5p:8x8x8
     jaxpar train configs/llama3_70b.py --smoke
 
-FSDP over every device. For 512 TPU v5p the compiler says, of each device and step: 20 GB live at once of 102, 426 GB on the
-wire, none of it asynchronous, 4.75e15 FLOPs; at least 10.3 s, 12.7 s as nothing overlaps (78 and 63 % MFU).
+FSDP over every device. For 512 TPU v5p the compiler says, of each device and step: 20 GB live at once of 102, 426 GB on
+the wire, none of it asynchronous, 4.75e15 FLOPs; at least 10.3 s, 12.7 s as nothing overlaps (78 and 63 % MFU).
 """
 
 import dataclasses

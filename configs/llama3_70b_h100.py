@@ -4,8 +4,8 @@
     jaxpar train configs/llama3_70b_h100.py --smoke --devices cpu:8
 
 The compiler says, of each GPU and step: 25 GB of 85, 881 GB on the wire (831 of them over tensor), 92 % of it
-asynchronous, 4.65e15 FLOPs. At least 4.7 s of products, 1.8 s within a node and 1.0 s between nodes; attention in chunks of
-XLA operations moves memory for about 12 s, which a fused kernel would not (30 % MFU with it).
+asynchronous, 4.65e15 FLOPs. At least 4.7 s of products, 1.8 s within a node and 1.0 s between nodes; attention in
+chunks of XLA operations moves memory for about 12 s, which a fused kernel would not (30 % MFU with it).
 """
 
 import dataclasses

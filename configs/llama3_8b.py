@@ -3,8 +3,8 @@
     jaxpar compile configs/llama3_8b.py --target v5e:16x16
     jaxpar train configs/llama3_8b.py --smoke
 
-FSDP over every device. For 256 TPU v5e the compiler says, of each device and step: 6.5 GB live at once of 16.9, 47 GB on
-the wire, 55 % of it asynchronous, 5.56e14 FLOPs; at least 2.8 s, 3.3 s if nothing overlaps (76 and 64 % MFU).
+FSDP over every device. For 256 TPU v5e the compiler says, of each device and step: 6.5 GB live at once of 16.9, 47 GB
+on the wire, 55 % of it asynchronous, 5.56e14 FLOPs; at least 2.8 s, 3.3 s if nothing overlaps (76 and 64 % MFU).
 """
 
 import dataclasses

@@ -3,8 +3,8 @@
     jaxpar compile configs/llama3_8b_fsdp_tp.py --target v5e:16x16
     jaxpar train configs/llama3_8b_fsdp_tp.py --smoke --devices cpu:8
 
-For 256 TPU v5e the compiler says, of each device and step: 5.1 GB live at once of 16.9, 84 GB on the wire (72 of them over
-tensor), 21 % of it asynchronous, 5.56e14 FLOPs; at least 2.8 s, 4.6 s if nothing overlaps (76 and 46 % MFU).
+For 256 TPU v5e the compiler says, of each device and step: 5.1 GB live at once of 16.9, 84 GB on the wire (72 of them
+over tensor), 21 % of it asynchronous, 5.56e14 FLOPs; at least 2.8 s, 4.6 s if nothing overlaps (76 and 46 % MFU).
 """
 
 import dataclasses

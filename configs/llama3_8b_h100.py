@@ -3,9 +3,9 @@
     jaxpar compile configs/llama3_8b_h100.py --target h100:8x8
     jaxpar train configs/llama3_8b_h100.py --smoke --devices cpu:8
 
-The compiler says, of each GPU and step: 24 GB of 85, 40 GB on the wire within the node and 3.5 GB between nodes, 98 % of it
-asynchronous, 5.37e14 FLOPs. At least 0.54 s of products and 0.07 s between nodes; attention in chunks of XLA operations
-moves memory for about 2.0 s at this length, which a fused kernel would not (22 % MFU with it).
+The compiler says, of each GPU and step: 24 GB of 85, 40 GB on the wire within the node and 3.5 GB between nodes, 98 %
+of it asynchronous, 5.37e14 FLOPs. At least 0.54 s of products and 0.07 s between nodes; attention in chunks of XLA
+operations moves memory for about 2.0 s at this length, which a fused kernel would not (22 % MFU with it).
 """
 
 import dataclasses
