@@ -188,6 +188,7 @@ SOURCE = "--data.sources.0"
         ("--run", "train CONFIG: argument --run: expected one argument"),
         ("--run=", "train CONFIG: argument --run: a folder without a name"),
         ("--resume", "--resume:  does not say which run goes on"),
+        ("--run a --run=b", "run: --run is given twice"),
         ("--quiet=1", "train CONFIG: argument --quiet: ignored explicit argument '1'"),
     ],
 )
@@ -218,7 +219,7 @@ def test_wrong_input_is_one_line(refused, here, arguments, message):
         ("parity quickstart --devices 4", "--devices: 4 is too few for the layouts of parity (legal: 8 or more)"),
         ("parity .", "config: . is a run folder, which has no smoke()"),
         ("bench train --devices 2", "bench: --devices 2 takes no overrides"),  # taken and not heeded once
-        ("bench speed", "bench: speed is not a benchmark (legal: train)"),
+        ("bench speed", "bench: speed is not a benchmark (legal: train, compile)"),
     ],
 )
 def test_a_wrong_command_is_one_line(refused, here, arguments, message):
