@@ -188,6 +188,7 @@ SOURCE = "--data.sources.0"
         ("--run", "train CONFIG: argument --run: expected one argument"),
         ("--run=", "train CONFIG: argument --run: a folder without a name"),
         ("--resume", "--resume:  does not say which run goes on"),
+        ("--run a --run=b", "run: --run is given twice"),
         ("--quiet=1", "train CONFIG: argument --quiet: ignored explicit argument '1'"),
     ],
 )

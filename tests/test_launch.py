@@ -51,6 +51,8 @@ GOING_ON = f"{COMMAND} '--resume'"
         ("tpu", "create pod --target", "--target: has no value (write --target=VALUE)"),
         ("tpu", "fill pod --zone --quiet", "--zone: has no value (write --zone=VALUE)"),
         ("tpu", "fill pod --spot", "--spot: is no option here (legal: --zone VALUE --project VALUE --iap "),
+        ("tpu", "create pod --target v5e:2x2 --target=v5e:4x4", "--target: is given twice"),
+        ("tpu", "run pod -- jaxpar train a --run /mnt/shared/b --run=/c", "--run: is given twice in 'jaxpar train a"),
         ("tpu", "fill pod --quiet=no", "--quiet: no is a value, and it takes none"),
         ("tpu", "fill pod --share /mnt", "--share: /mnt can not be mounted (legal: gs://BUCKET, or HOST:/FOLDER)"),
         ("tpu", "fill pod -- ls", "--: ls is a command, and tpu fill runs none"),

@@ -47,6 +47,7 @@ parse() { # parse "--zone= --spot" ARGUMENT...: the legal flags; "=" takes a val
                 return
                 ;;
             --*)
+                [[ ! ${option[$flag]-} || $flag == --also ]] || wrong "$flag: is given twice"
                 if [[ $legal == *" $flag= "* ]]; then
                     if [[ $1 == *=* ]]; then
                         value=${1#*=}
@@ -84,6 +85,9 @@ run_folder() { # the value of --run in the command to be run
 check_command() { # check_command LEGAL: what follows -- trains in a folder
     [[ ${command[0]-} == jaxpar && ${command[1]-} == train ]] ||
         wrong "--: '${command[*]-}' is no training (legal: -- jaxpar train CONFIG --run FOLDER ...)"
+    local flags
+    flags=$(printf '%s\n' "${command[@]}" | grep -cE '^--run(=|$)') || true
+    ((flags < 2)) || wrong "--run: is given twice in '${command[*]}'"
     [[ $(run_folder) ]] || wrong "--run: is missing in '${command[*]}' (legal: $1)"
     [[ $(run_folder) != *://* ]] || wrong "--run: $(run_folder) is no folder (legal: $1)"
 }

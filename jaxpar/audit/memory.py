@@ -38,7 +38,8 @@ def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     ``gradients``: in fp32, where the optimizer has them. ``activations``: the temporaries without them. ``padding``:
     what XLA's layouts add to the arguments, and outputs that are no argument's memory. Besides, ``peak``: the most that
     is live at once, by XLA's count, which is less than ``total`` where XLA lays temporaries over each other only on the
-    device (TPU).
+    device (TPU). That count has a core's own memory (VMEM) too, which makes it more than ``total`` for tiny steps:
+    ``peak`` is the smaller.
     """
     memory = compiled.memory_analysis()
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -49,7 +50,7 @@ def hbm_bytes(program: Program, compiled: Any) -> dict[str, int]:
     of |= {"code": memory.generated_code_size_in_bytes}
     of["padding"] = total - sum(of.values())
     tpu = program.platform == "tpu"  # elsewhere XLA's peak leaves temporaries out
-    return {"total": total, "peak": memory.peak_memory_in_bytes if tpu else total, **of}
+    return {"total": total, "peak": min(memory.peak_memory_in_bytes, total) if tpu else total, **of}
 
 
 def verdict(audit: dict[str, Any]) -> str:

@@ -17,7 +17,14 @@ MOST_ROWS = 10_000
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours: one line, exit code 2."""
+    """argparse whose errors are ours: one line, exit code 2; an option that is given twice is one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = [argument.partition("=")[0] for argument in (sys.argv[1:] if args is None else args)]
+        for action in self._actions:
+            if not isinstance(action, argparse._AppendAction) and sum(map(given.count, action.option_strings)) > 1:
+                raise ConfigError(action.dest, max(action.option_strings, key=len), "is given twice")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> Any:
         raise JaxparError(f"{self.prog.removeprefix('jaxpar ')}: {message}")

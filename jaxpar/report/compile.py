@@ -94,7 +94,9 @@ def _wire(result: dict[str, Any]) -> list[str]:
             place = "/".join(r["source"].split("/")[-2:])
             line = f"    {r['kind']} over {r['axis']}, {bytes_text(r['bytes'])}: {readable_name(r['op']) or r['op']}"
             lines.append(f"{line}, {place}" if place else line)
-    elif wire["total"]:
+    if result["unnamed_bytes"]:
+        lines.append(f"  of {bytes_text(result['unnamed_bytes'])} XLA left no name that says whether it was asked for")
+    elif wire["total"] and not result["unrequested"]:
         lines.append("  every collective was asked for")
     return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import tempfile
@@ -14,7 +15,8 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpar.audit.audit import audit, versions
-from jaxpar.audit.memory import hbm_bytes_resident, readable_name
+from jaxpar.audit.hlo import parse
+from jaxpar.audit.memory import hbm_bytes_resident, largest_buffers, readable_name
 from jaxpar.compat import hlo_text
 from jaxpar.errors import ConfigError, RunError, cannot_write
 from jaxpar.experiment import Experiment
@@ -39,12 +41,15 @@ def compile_for(
     Adds ``target`` and ``seconds.{import, lower, compile, audit, processor}``: since ``started`` (``perf_counter``)
     until devices are there, of tracing and lowering, of XLA, of reading the result, and of all cores from the start of
     the process until the step was compiled. A step that XLA refuses for want of memory gives ``fits`` false and
-    ``hbm_bytes``, with all that a step adds among the ``activations``, and nothing more. ``hlo``: a file for the
-    optimized HLO; ``save``: one for the executable, whose largest buffers are not looked for.
+    ``hbm_bytes``, with all that a step adds among the ``activations``, its ``largest_buffers``, and nothing more.
+    ``hlo``: a file for the optimized HLO; ``save``: one for the executable, whose largest buffers are not looked for;
+    of a step that XLA refuses there is neither.
 
     Raises ConfigError where target and experiment do not fit, RunError when XLA fails.
     """
     begin = time.perf_counter() if started is None else started
+    if hlo is not None and save is not None and hlo.absolute() == save.absolute():
+        raise ConfigError("--save", str(save), "is the file of --hlo too", "two files")
     for field, path in (("--hlo", hlo), ("--save", save)):
         if path is not None:
             _check_writable(field, path)
@@ -62,7 +67,7 @@ def compile_for(
             with _timed(seconds, "compile"), _no_cache():
                 compiled = lowered.compile(options)
         except jax.errors.JaxRuntimeError as error:
-            return {"target": target.text, **_refused(program, error), "seconds": seconds}
+            return {"target": target.text, **_refused(program, error, dump), "seconds": seconds}
         seconds["processor"] = sum(os.times()[:2])
         with _timed(seconds, "audit"):
             result = audit(program, compiled, dump)
@@ -99,7 +104,7 @@ def _no_cache() -> Any:
         reset_cache()
 
 
-def _refused(program: Program, error: Exception) -> dict[str, Any]:
+def _refused(program: Program, error: Exception, dump: Path) -> dict[str, Any]:
     """What can be said of a step that XLA found no room for."""
     text = " ".join(str(error).split())
     resident = hbm_bytes_resident(program)
@@ -117,9 +122,16 @@ def _refused(program: Program, error: Exception) -> dict[str, Any]:
         "fits": False,
         "hbm_limit": limit,
         "hbm_bytes": {"total": needed, "peak": needed, **resident, "activations": needed - sum(resident.values())},
-        "largest_buffers": _largest(str(error)),
+        "largest_buffers": _assigned(dump) or _largest(str(error)),
         "versions": versions(program.platform),
     }
+
+
+def _assigned(dump: Path) -> list[dict[str, Any]]:
+    """The largest buffers of the assignment that XLA wrote before it gave up; none without a dump."""
+    modules = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
+    op_names = {i.name: i.op_name for i in parse(modules[-1].read_text(errors="replace"))} if modules else {}
+    return [dataclasses.asdict(buffer) for buffer in largest_buffers(dump, op_names)] if modules else []
 
 
 def _largest(text: str) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ TPU = {
         "by_axis_and_kind": {"tensor": {"all-gather": 1.5e10}, "fsdp": {"all-gather": 1e10, "all-reduce": 5e10}},
         "asynchronous": 2.25e10,
     },
-    "unrequested": [],
+    "unrequested": [], "unnamed_bytes": 0.0,
     "hbm_traffic": 1e12, "estimated_cycles": 4_200_691_618.0,
     "seconds": {
         "import": 2.5, "lower": 1.7, "compile": 112.0, "audit": 1.0, "processor": 92.0,
@@ -117,6 +117,13 @@ def test_what_nobody_asked_for():
         "    all-gather over fsdp, 3 GB: forward: layers.mlp.up (bsd,df->bsf dot_general), models/decoder.py:57\n"
         "    all-gather over fsdp, 3 GB: update: reshape\n"
     ) in text
+
+
+def test_what_has_no_name_was_not_found_to_be_asked_for():
+    """Between TPU slices. *Wrong*: that every collective was."""
+    text = render({**TPU, "unnamed_bytes": 6.1e5})
+    assert "every collective was asked for" not in text
+    assert "  of 610 kB XLA left no name that says whether it was asked for\n" in text
 
 
 def test_a_device_without_figures():

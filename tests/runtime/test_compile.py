@@ -3,6 +3,9 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -163,6 +166,52 @@ def test_xla_finds_no_room(config, monkeypatch, message, needed, buffers):
     assert command(config)[0] == 2
 
 
+def test_the_largest_buffers_of_what_does_not_fit(config, monkeypatch, tmp_path, capfd):
+    """XLA names none where it gives up on temporaries, after it has written where all would lie."""
+    lower = Program.lower_step
+
+    class Lowered:
+        def __init__(self, program):
+            self.lowered = lower(program)
+
+        def compile(self, options):
+            self.lowered.compile(options)
+            raise jax.errors.JaxRuntimeError(RESOURCES["temporaries"][0])
+
+    monkeypatch.setattr(Program, "lower_step", lambda self: Lowered(self))
+    code, out = command(config, "--json", "--hlo", tmp_path / "step.txt")
+    names = [buffer["name"] for buffer in json.loads(out)["largest_buffers"]]
+    assert code == 2 and len(names) == 12 and any("layers." in name for name in names), names
+    assert not (tmp_path / "step.txt").exists()
+    said = f"jaxpar: --hlo: {tmp_path / 'step.txt'} is not written: XLA refuses the step\n"
+    assert capfd.readouterr().err.endswith(said)
+
+
+INTERRUPTED = """
+import os, signal, sys, tempfile, time
+from jaxpar.cli import main
+from jaxpar.runtime import compile as compiling
+
+def compile_for(*_, **__):
+    tempfile.mkdtemp()
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(60)  # goes on after a Python handler, as XLA does
+
+compiling.compile_for = compile_for
+main(["compile", sys.argv[2], "--target", "cpu:1"])
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_it_at_once_and_leaves_nothing(config, tmp_path, name, code):
+    """While XLA has the main thread, in which Python's handlers would wait for it."""
+    surroundings = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [sys.executable, "-c", INTERRUPTED, name, config]
+    ended = subprocess.run(arguments, env=surroundings, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (code, "jaxpar: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_failure_of_xla(config, monkeypatch, capfd):
     class Lowered:
         def compile(self, options):
@@ -185,9 +234,15 @@ def test_wrong_arguments_are_one_line(config, tmp_path, capfd, monkeypatch):
         ((config, "--save", tmp_path / "no" / "x"), "--save: "),
         ((config, "--hlo", tmp_path / "no" / "x"), "--hlo: "),
         ((config, "--save", tmp_path), "--save: "),
+        ((config, "--save", tmp_path / "x", "--hlo", tmp_path / "x"), "--save: "),
+        ((config, "--target", "cpu:8", "--target=cpu:4"), "target: --target is given twice"),
+        ((config, "--devices", "cpu:8"), "--devices: "),
         (("--compare", config), "compile --compare A B: argument --compare: expected 2 arguments"),
         (("--compare", config, ""), "--compare: '' does not begin with a config"),
         (("--compare", config, "--mesh.tensor 2"), "--compare: '--mesh.tensor 2' does not begin with a config"),
+        (("--compare", config, f"{config} 'a"), "--compare: "),
+        (("--compare", config, f"{config} --smoke"), "--compare: "),
+        (("--compare", config, f"{config} --mesh.tensor 3"), "mesh: tensor 3 needs a multiple of 3 devices"),
         ((*two, "--mesh.tensor=4"), "--compare: "),
         ((*two, "--save", "x"), "--save: "),
     ):
