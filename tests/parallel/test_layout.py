@@ -16,7 +16,7 @@ from jaxpar.parallel.layout import MeshLayout
 
 LAYOUT = MeshLayout(
     sizes=dict.fromkeys(MESH_AXES, 1), rules=ShardingRules(), zero_dims={("embed",): None},
-    zero=ZeroCollectives((1,)), dtype=jnp.float32, kernel="chunked", remat_policy="none",
+    zero=ZeroCollectives((1,)), dtype=jnp.float32, platform="cpu", kernel="chunked", remat_policy="none",
 )  # fmt: skip
 
 
