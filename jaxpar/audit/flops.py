@@ -46,9 +46,14 @@ def count(module: Module, kernel_flops: Mapping[str, Callable[[Instruction], flo
     """The FLOPs of one step, trip-count aware.
 
     A kernel's FLOPs are its own cost estimate, else those of ``kernels.known``, else those of the first pattern of
-    ``kernel_flops`` found in its name or op_name.
+    ``kernel_flops`` found in its name or op_name, else those of the same kernel on the same shapes elsewhere in the
+    module, where all of those agree.
     """
     of_kernel: dict[str, float | None] = {}  # by instruction name
+    alike: dict[Any, set[float]] = {}
+    for instruction in module:
+        if products(instruction) is None and (flops := kernels.known(module, instruction)) is not None:
+            alike.setdefault(kernels.signature(instruction), set()).add(flops)
 
     def kernel(instruction: Instruction) -> float | None:
         if instruction.name not in of_kernel:
@@ -58,6 +63,8 @@ def count(module: Module, kernel_flops: Mapping[str, Callable[[Instruction], flo
                     if re.search(pattern, f"{instruction.name} {instruction.op_name}"):
                         found = function(instruction)
                         break
+            if found is None and len(same := alike.get(kernels.signature(instruction), set())) == 1:
+                (found,) = same
             of_kernel[instruction.name] = found
         return of_kernel[instruction.name]
 

@@ -28,6 +28,12 @@ def name(instruction: Instruction) -> str:
     return parts[-1] if parts else target or instruction.name
 
 
+def signature(instruction: Instruction) -> tuple[object, ...]:
+    """What two calls of one kernel on the same shapes have in common, wherever their arrays lie."""
+    shapes = [array for part in (instruction, *instruction.operands) for array in arrays(part.shape)]
+    return (name(instruction), *((array.dtype, array.dims) for array in shapes))
+
+
 def known(module: Module, instruction: Instruction) -> float | None:
     """FLOPs of one execution, from the kernel's own cost estimate or from what is known of it; else None."""
     estimate = instruction.backend_config.get("custom_call_config", {}).get("cost_estimate")

@@ -201,3 +201,15 @@ def test_a_splash_kernel_whose_mask_is_not_printed_is_named():
     """``as_text()`` leaves larger constants away; then nothing is known."""
     counted = flops.count(hlo.parse(splash("fwd", {}, mask="{...}")))
     assert counted.kernels == {} and counted.unknown == ["splash_mha_fwd_residuals"]
+
+
+@pytest.mark.parametrize(("other", "times"), [("{ { { 1, 0, 0 }, { 2, 1, 0 }, { 0, 2, 1 } } }", 2), ("{...}", 0)])
+def test_a_splash_kernel_is_like_its_equals(other, times):
+    """Called again on the same shapes, with a mask that is not to be seen: as many blocks, if one of them is known."""
+    text = splash("fwd", {}, mask=other)
+    head, call = text[: text.index("  ROOT")], text[text.index("  ROOT") :]
+    second = call.replace("ROOT %k", "ROOT %k2").replace("%done", "%hidden")
+    first = call.replace("ROOT %k", "%k").removesuffix("}\n")
+    counted = flops.count(hlo.parse(f"{head}  %hidden = s8[1,3,3] constant({{...}})\n{first}{second}"))
+    assert counted.total == times * 2 * 2 * (2 * 4) * 5 * (2 * 2) * 8
+    assert bool(counted.unknown) == (times == 0)
