@@ -9,8 +9,8 @@ ZeRO  gradients of a microbatch              after the last microbatch
       as the backward pass makes them
 ====  =====================================  ==========================================================
 
-Stages are per leaf: vectors stop at 1. "Reduce-scatter" is what the program says; XLA:TPU may turn one over a large
-flat axis into an all-reduce and a slice.
+Stages are per leaf: vectors stop at 1. Reductions over fsdp go along one torus dimension after the other
+(``collectives.py``).
 """
 
 from __future__ import annotations
