@@ -39,7 +39,8 @@ def generated(run, capfd, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
 
     def call(*flags, folder=run[0]):
-        code = main(["generate", str(folder), "--devices", "1", *flags])
+        devices = () if "--devices" in flags else ("--devices", "1")
+        code = main(["generate", str(folder), *devices, *flags])
         return code, *capfd.readouterr()
 
     return call
