@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 Say = Callable[[str], None]
 """Called with a line for the user."""
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """``fsdp 64 x tensor 4``: the axes of a mesh with more than one device; ``1`` where there is none."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1"
 
 
 def short(number: float) -> str:

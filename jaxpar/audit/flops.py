@@ -7,6 +7,7 @@ calls, and hand-written kernels. What XLA computes twice counts twice, and a loo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -49,24 +50,22 @@ def count(module: Module, kernel_flops: Mapping[str, Callable[[Instruction], flo
     ``kernel_flops`` found in its name or op_name, else those of the same kernel on the same shapes elsewhere in the
     module, where all of those agree.
     """
-    of_kernel: dict[str, float | None] = {}  # by instruction name
+    of_kernel = {i.name: kernels.known(module, i) for i in module if products(i) is None}
     alike: dict[Any, set[float]] = {}
     for instruction in module:
-        if products(instruction) is None and (flops := kernels.known(module, instruction)) is not None:
-            alike.setdefault(kernels.signature(instruction), set()).add(flops)
+        if (known := of_kernel.get(instruction.name)) is not None:
+            alike.setdefault(kernels.signature(instruction), set()).add(known)
 
+    @functools.cache
     def kernel(instruction: Instruction) -> float | None:
-        if instruction.name not in of_kernel:
-            found = kernels.known(module, instruction)
-            if found is None:
-                for pattern, function in (kernel_flops or {}).items():
-                    if re.search(pattern, f"{instruction.name} {instruction.op_name}"):
-                        found = function(instruction)
-                        break
-            if found is None and len(same := alike.get(kernels.signature(instruction), set())) == 1:
+        found = of_kernel[instruction.name]
+        if found is None:
+            for pattern, function in (kernel_flops or {}).items():
+                if re.search(pattern, f"{instruction.name} {instruction.op_name}"):
+                    return function(instruction)
+            if len(same := alike.get(kernels.signature(instruction), set())) == 1:
                 (found,) = same
-            of_kernel[instruction.name] = found
-        return of_kernel[instruction.name]
+        return found
 
     def cost(instruction: Instruction) -> float:
         flops = products(instruction)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxpar.audit.collectives import Collective
-from jaxpar.mesh.axes import MESH_AXES
+from jaxpar.mesh.axes import MESH_AXES, slice_of
 from jaxpar.mesh.targets import Chip
 
 
@@ -34,7 +34,7 @@ def network_of(axis: str, mesh: Any, chip: Chip) -> Level:
             return Level("nvlink", chip.networks["nvlink"])
         members = max(1, len(devices) // nodes)
         return Level("network", min(chip.networks["nvlink"], members * chip.networks["network"]))
-    slices = len({_slice(d) for d in devices})
+    slices = len({slice_of(d) for d in devices})
     if slices > 1:
         return Level("dcn", chip.networks["dcn"] * max(1, len(devices) // slices))
     torus = _extent(mesh.devices.reshape(-1))
@@ -43,10 +43,6 @@ def network_of(axis: str, mesh: Any, chip: Chip) -> Level:
         if spanned > 1:
             links += 2 if spanned == size and closes else 1
     return Level("ici", chip.networks["ici"] * max(links, 1))  # none: the two cores of a chip
-
-
-def _slice(device: Any) -> int:
-    return getattr(device, "slice_index", None) or 0
 
 
 def _extent(devices: Iterable[Any]) -> tuple[int, ...]:
@@ -65,7 +61,9 @@ def _group(axis: str, mesh: Any) -> list[Any]:
     inner, outer = line[: int(part[1])], line[:: len(line) // int(part[1])]
     if line[0].platform != "tpu":
         return list(inner)
-    return list(min(inner, outer, key=lambda group: (len(set(map(_slice, group))), sum(n > 1 for n in _extent(group)))))
+    return list(
+        min(inner, outer, key=lambda group: (len(set(map(slice_of, group))), sum(n > 1 for n in _extent(group))))
+    )
 
 
 def roofline(

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxpar.audit.executions import executions
 from jaxpar.audit.hlo import Instruction, Module
-from jaxpar.audit.shapes import arrays
+from jaxpar.audit.shapes import Shape, arrays
 
 # These name or regroup memory, wait, or move what their partner or their body is counted for.
 FREE = frozenset(
@@ -40,12 +40,12 @@ def _bytes(module: Module, instruction: Instruction) -> float:
     if kind in FREE or kind.endswith("-done"):
         return 0.0
     if kind == "dynamic-update-slice":
-        return 2.0 * _in_hbm(instruction.operands[1])
+        return 2.0 * _in_hbm(instruction.operands[1].shape)
     if kind in ("dynamic-slice", "slice", "gather"):
-        return 2.0 * _in_hbm(instruction)
+        return 2.0 * _in_hbm(instruction.shape)
     if kind == "fusion":
         return _of_fusion(module, instruction)
-    return _in_hbm(instruction) + sum(_in_hbm(operand) for operand in instruction.operands)
+    return _in_hbm(instruction.shape) + sum(_in_hbm(operand.shape) for operand in instruction.operands)
 
 
 def _of_fusion(module: Module, fusion: Instruction) -> float:
@@ -54,9 +54,8 @@ def _of_fusion(module: Module, fusion: Instruction) -> float:
     if fusion.opcode != "fusion":  # started apart: (operands, result, context)
         result = result[1]
     total = 0.0
-    updated = {
-        i.operand_names[0] for i in inner.instructions if i.opcode == "dynamic-update-slice"
-    }  # in place: only the part moves
+    updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
+    updated = {update.operand_names[0] for update in updates}  # in place: only the part moves
     for number, operand in enumerate(fusion.operands):
         parameter = inner.parameters.get(number)
         users = inner.users.get(parameter.name, []) if parameter else []
@@ -66,9 +65,8 @@ def _of_fusion(module: Module, fusion: Instruction) -> float:
             in_hbm = any(array.memory_space == 0 for array in arrays(operand.shape))
             total += sum(array.nbytes for user in users for array in arrays(user.shape)) * in_hbm
         else:
-            total += _in_hbm(operand)
-    updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
-    written = float(sum(array.nbytes for array in arrays(result) if array.memory_space == 0))
+            total += _in_hbm(operand.shape)
+    written = _in_hbm(result)
     for update in updates:
         whole, part = arrays(update.shape)[0].nbytes, arrays(update.operands[1].shape)[0].nbytes
         if written >= whole:
@@ -76,5 +74,5 @@ def _of_fusion(module: Module, fusion: Instruction) -> float:
     return total + written
 
 
-def _in_hbm(instruction: Instruction) -> float:
-    return sum(array.nbytes for array in arrays(instruction.shape) if array.memory_space == 0)
+def _in_hbm(shape: Shape) -> float:
+    return float(sum(array.nbytes for array in arrays(shape) if array.memory_space == 0))

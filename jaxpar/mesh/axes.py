@@ -60,7 +60,7 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any]) -> Any:
     if devices[0].platform == "tpu":
         by_slice: dict[int, list[Any]] = {}
         for device in devices:
-            by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+            by_slice.setdefault(slice_of(device), []).append(device)
         grid = _on_slices(sizes, list(by_slice.values()))
     else:
         grid = np.asarray(devices, dtype=object).reshape(shape)
@@ -86,6 +86,11 @@ def _on_slices(sizes: dict[str, int], slices: list[list[Any]]) -> Any:
     return np.concatenate(grids, axis=MESH_AXES.index(outer))
 
 
+def slice_of(device: Any) -> int:
+    """The TPU slice that a device belongs to; 0 where there is one."""
+    return getattr(device, "slice_index", None) or 0
+
+
 def torus_stages(mesh: Any, axis: str) -> tuple[int, ...]:
     """The axis as a product of torus dimensions, outermost first; one number where it follows a single dimension.
 
@@ -106,7 +111,7 @@ def _places(line: Any) -> Any:
     """[devices, coordinates] of TPU devices: slice, torus, core."""
     import numpy as np
 
-    return np.array([(getattr(d, "slice_index", 0) or 0, *d.coords, d.core_on_chip) for d in line])
+    return np.array([(slice_of(d), *d.coords, d.core_on_chip) for d in line])
 
 
 def _stages(places: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.audit.memory import readable_name, verdict
-from jaxpar.words import bytes_text, duration, shortened
+from jaxpar.words import bytes_text, duration, mesh_text, shortened
 
 CLASSES = {  # of hbm_bytes, in the order of the table
     "parameters": "parameters",
@@ -34,7 +34,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _head(result: dict[str, Any]) -> list[str]:
-    mesh = " x ".join(f"{a} {s}" for a, s in result["mesh"].items() if s > 1) or "1"
+    mesh = mesh_text(result["mesh"])
     seconds = result["seconds"]
     lines = [f"target      {result['target']}: {result['devices']} x {result['device']}", f"mesh        {mesh}"]
     if "flops" in result:
@@ -148,8 +148,7 @@ def render_comparison(results: list[dict[str, Any]]) -> str:
     """Two audits side by side, and the second as a multiple of the first."""
     columns = [shortened(result["config"], 34) for result in results]
     table = [("", *columns, "B / A"), ("target", *[result["target"] for result in results], "")]
-    meshes = [" x ".join(f"{a} {s}" for a, s in result["mesh"].items() if s > 1) or "1" for result in results]
-    table.append(("mesh", *meshes, ""))
+    table.append(("mesh", *[mesh_text(result["mesh"]) for result in results], ""))
     rows = list(ROWS)
     at = next(i for i, row in enumerate(rows) if row[0] == "  asynchronous")
     by_axis = [result.get("wire_bytes", {}).get("by_axis", {}) for result in results]

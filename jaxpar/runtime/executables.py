@@ -23,7 +23,7 @@ from jaxpar.audit.audit import versions
 from jaxpar.errors import ConfigError, RunError, cannot_write
 from jaxpar.program import Program
 from jaxpar.serialize import flatten, word
-from jaxpar.words import shortened
+from jaxpar.words import mesh_text, shortened
 
 KIND = "jaxpar step"
 # Fields that never reach the compiled step, or by way of what the program makes of them; nor do the traced numbers of
@@ -54,7 +54,7 @@ def compiled_from(program: Program) -> dict[str, str]:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "device ids": _ranges(device.id for device in devices),
         **on_cpu,
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in program.sizes.items() if size > 1) or "1",
+        "mesh": mesh_text(program.sizes),
         "train.compute": program.dtype.name,
         "train.compiler_options": word(tuple(f"{k}={word(v)}" for k, v in program.compiler_options.items())) or "none",
         "kernel": program.kernel,

@@ -13,7 +13,7 @@ from jaxpar.data.progress import Bar
 from jaxpar.errors import ConfigError
 from jaxpar.experiment import Experiment
 from jaxpar.program import Program
-from jaxpar.words import Say
+from jaxpar.words import Say, mesh_text
 
 
 def load_data(experiment: Experiment, quiet: bool = True) -> Data:
@@ -59,7 +59,7 @@ def introduction(program: Program, data: Data, entropy: float | None) -> Iterato
     """
     experiment, train = program.experiment, program.experiment.train
     devices = program.mesh.devices.size
-    mesh = " x ".join(f"{a} {s}" for a, s in program.sizes.items() if s > 1) or "1"
+    mesh = mesh_text(program.sizes)
     yield f"model    {program.num_parameters:,} parameters"
     yield f"kernel   {program.kernel} attention: {program.kernel_reason}"
     yield (

@@ -107,7 +107,7 @@ def test_a_step_that_is_refused():
 
 def test_what_nobody_asked_for():
     one = {
-        "kind": "all-gather", "axis": "fsdp", "bytes": 3e9, "source": "/home/me/jaxpar/models/decoder.py:57",
+        "kind": "all-gather", "axis": "fsdp", "bytes": 3e9, "source": "/a/clone/jaxpar/models/decoder.py:57",
         "op": "jit(_step)/shard_map/jvp()/while/body/closed_call/layers/mlp/up/bsd,df->bsf/dot_general",
     }  # fmt: skip
     text = render({**TPU, "unrequested": [one, {**one, "op": "jit(_step)/reshape", "source": ""}]})
